@@ -128,12 +128,17 @@ def call(plugin: Plugin, function: Callable[[], T]) -> T:
     """Returns the result of the user's code; UserError, the same on every rank, for any error in it."""
     try:
         return function()
-    except Exception as error:
-        lines = [line for file, line, *_ in traceback.extract_tb(error.__traceback__) if file == str(plugin.file)]
-        line = getattr(error, "lineno", None) or (lines[-1] if lines else 0)
-        raise UserError(
-            f"{plugin.key}: {plugin.name} of {plugin.file}, line {line}: {type(error).__name__}: {error}; mend the plug-in"
-        ).agreed() from error
+    except (Exception, SystemExit) as error:
+        raise error_of(plugin, error).agreed() from error
+
+
+def error_of(plugin: Plugin, error: BaseException) -> UserError:
+    """Returns the message on an error that the user's code has raised, with its file and line."""
+    lines = [line for file, line, *_ in traceback.extract_tb(error.__traceback__) if file == str(plugin.file)]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else 0)
+    return UserError(
+        f"{plugin.key}: {plugin.name} of {plugin.file}, line {line}: {type(error).__name__}: {error}; mend the plug-in"
+    )
 
 
 def measure_of(plugin: Plugin) -> ScoreTranslations:

@@ -4,17 +4,22 @@ Axes: B batch, S source, T target, V vocabulary. The search computes the whole p
 network of which only `forward` is known has no cache: right for any network, and slow.
 """
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.errors import UserError
+from dist_transformer.distributed.group import explain
+from dist_transformer.errors import DistTransformerError, UserError
 from dist_transformer.model.transformer import Shapes, Transformer
-from dist_transformer.plugins import Plugin, call
+from dist_transformer.plugins import Plugin, call, error_of
+
+_OF_DEVICE = re.compile("out of memory|alloc|CUDA error|NCCL|CUBLAS_|CUDNN_")
+"""Messages of errors that are not the network's own, but of memory, a device or a collective."""
 
 
 @dataclass
@@ -34,8 +39,9 @@ class Prefixes:
 class PluginTransformer(Transformer):
     """The network `network`, wherever a `Transformer` is trained, validated and searched with."""
 
-    def __init__(self, network: nn.Module, target_vocabulary: int, pad_id: int) -> None:
+    def __init__(self, plugin: Plugin, network: nn.Module, target_vocabulary: int, pad_id: int) -> None:
         nn.Module.__init__(self)  # none of the parts of ours
+        self.plugin = plugin
         self.network, self.target_vocabulary, self.pad_id = network, target_vocabulary, pad_id
         self.encoder_layers, self.decoder_layers = nn.ModuleList(), nn.ModuleList()
         self.max_positions = None
@@ -48,11 +54,19 @@ class PluginTransformer(Transformer):
         return [self.network]
 
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
-        logits: Tensor = self.network(source_BS, target_BT)
-        expected = (*target_BT.shape, self.target_vocabulary)
-        if tuple(logits.shape) != expected:
-            raise UserError(f"model.plugin: forward returned shape {tuple(logits.shape)}, expected {expected}")
-        return logits
+        try:
+            logits = self.network(source_BS, target_BT)
+        except (Exception, SystemExit) as error:
+            of_machine = isinstance(error, DistTransformerError | MemoryError) or explain(error) is not None
+            if of_machine or (isinstance(error, RuntimeError) and _OF_DEVICE.search(str(error))):
+                raise
+            raise error_of(self.plugin, error) from error
+        expected = f"a tensor of shape {(*target_BT.shape, self.target_vocabulary)}"
+        found = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        if found != expected:
+            where = f"{self.plugin.key}: {self.plugin.name} of {self.plugin.file}"
+            raise UserError(f"{where}: forward returned {found}, expected {expected}; mend the plug-in")
+        return cast(Tensor, logits)
 
     def loss(  # as ours
         self,
@@ -105,4 +119,4 @@ def build_plugin(
         )
     if problem is not None:
         raise UserError(f"{plugin.key}: {plugin.name} of {plugin.file} {problem}").agreed()
-    return PluginTransformer(network, target_vocabulary, pad_id)
+    return PluginTransformer(plugin, network, target_vocabulary, pad_id)

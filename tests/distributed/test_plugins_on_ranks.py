@@ -110,6 +110,15 @@ def test_a_changed_or_missing_file_is_one_message_on_resume_and_average_executes
     assert "Traceback" not in out
 
 
+FORWARD = """import torch
+class build(torch.nn.Module):
+    def __init__(self, *_):
+        super().__init__(); self.part = torch.nn.Linear(3, 3)
+    def forward(self, source, target):
+        return {}
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -118,12 +127,16 @@ def test_a_changed_or_missing_file_is_one_message_on_resume_and_average_executes
         ("import torch\nbuild = lambda *_: torch.nn.BatchNorm1d(3)\n", "buffers (running_mean"),
         ("import torch\nbuild = lambda *_: torch.nn.Identity()\n", "nothing to train"),
         ("import nowhere\ndef build(): ...\n", "line 1: ModuleNotFoundError"),
+        (FORWARD.format("self.part(target.float())"), "build of {file}, line 6: RuntimeError: mat1 and mat2"),
+        (FORWARD.format("exit(3)"), "build of {file}, line 6: SystemExit: 3; mend the plug-in"),
+        (FORWARD.format("(source, target)"), "build of {file}: forward returned tuple, expected a tensor of shape ("),
+        (FORWARD.format("self.part.weight"), "build of {file}: forward returned a tensor of shape (3, 3), expected"),
     ],
 )
 def test_code_that_cannot_be_trained_is_one_message(command: Command, undisturbed: Path, code, message):
     (command.folder / "wrong.py").write_text(code, encoding="utf-8")
     out = command("train", "small.yaml", "run.name=wrong", "model.plugin=wrong.py:build", "--ranks", 2, code=2)
-    assert message in out
+    assert message.format(file=command.folder / "wrong.py") in out
     assert "Traceback" not in out
 
 

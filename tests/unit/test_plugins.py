@@ -6,8 +6,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_transformer.errors import UserError
+from dist_transformer.model.plugin import PluginTransformer
 from dist_transformer.plugins import find, problems_of, with_absolute_path
 
 CODE = "import os as system\nfrom json import dumps\nTABLE: dict = {}\nkeep = len\nclass Model: ...\ndef build(): ...\n"
@@ -110,3 +112,23 @@ def test_settings_of_our_own_network_are_refused_beside_a_plugin(tmp_path: Path,
 
     (tmp_path / "run.yaml").write_text("data: {train: {demo: train}}\n", encoding="utf-8")
     assert "is for our own network" in one_problem_of(tmp_path / "run.yaml", f"model.plugin={file}:build", override)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Connection closed by peer [127.0.0.1]:1234"),
+        MemoryError(),
+    ],
+)
+def test_errors_of_memory_a_device_and_other_ranks_are_none_of_the_network(file: Path, error: Exception):
+    class Network(torch.nn.Module):
+        def forward(self, *_: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    model = PluginTransformer(find("model.plugin", f"{file}:build"), Network(), 5, 0)
+    with pytest.raises(type(error)) as caught:
+        model(torch.ones(1, 2), torch.ones(1, 2))
+    assert caught.value is error

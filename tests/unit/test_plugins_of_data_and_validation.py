@@ -184,6 +184,13 @@ def test_a_metric_of_a_plug_in_chooses_the_best_checkpoint_and_is_missed_when_it
     assert "SHA-256" in said
 
 
+def test_a_metric_that_ends_the_program_is_one_message(tmp_path: Path):
+    (tmp_path / "ends.py").write_text("import sys\ndef score(*_):\n    sys.exit(3)\n", encoding="utf-8")
+    score = measure_of(find("validation.plugin", f"{tmp_path}/ends.py:score"))
+    with pytest.raises(UserError, match=r"validation.plugin: score of .*ends.py, line 3: SystemExit: 3"):
+        score([], [], [])
+
+
 def test_the_example_of_comet_is_the_mean_over_all_batches_and_keeps_our_logging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comet: str
 ):
