@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dist_transformer.cli import search_options as options
 from dist_transformer.cli.arguments import read_run
-from dist_transformer.cli.search_options import BeamOption, PenaltyOption, PluginOption, search_settings
 from dist_transformer.config.data_schema import MODIFIERS, CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
@@ -64,9 +64,11 @@ def evaluate_command(
     language_pair: Annotated[
         str, typer.Option(help="Of --hypothesis: en-de; decides how zh, ja and ko are cut.", show_default=False)
     ] = "",
-    beam: BeamOption = None,
-    length_penalty: PenaltyOption = None,
-    plugin: PluginOption = None,
+    beam: options.BeamOption = None,
+    length_penalty: options.PenaltyOption = None,
+    too_long: options.TooLongOption = None,
+    max_source_tokens: options.MaxSourceOption = None,
+    plugin: options.PluginOption = None,
     engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
     output: Annotated[
         Path | None, typer.Option(help="A file for the scores, as JSON with the speed; the run is then left as it is.")
@@ -91,6 +93,9 @@ def evaluate_command(
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
+    search = {
+        "beam_size": beam, "length_penalty": length_penalty, "too_long": too_long, "max_source_tokens": max_source_tokens,
+    }  # fmt: skip
     if (run is None) == (hypothesis is None):
         raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
     if hypothesis is None:
@@ -99,8 +104,10 @@ def evaluate_command(
     else:
         if not references:
             raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
-        if beam is not None or length_penalty is not None:
-            raise UserError("--beam and --length-penalty are of a search: leave them out with --hypothesis")
+        if any(value is not None for value in search.values()):
+            raise UserError(
+                "--beam, --length-penalty, --too-long and --max-source-tokens are of a search: leave them out with --hypothesis"
+            )
         if metric_plugin is not None and source is None:
             raise UserError("--metric-plugin gets the source too: give --source FILE")
     if metric_plugin is not None and len(references or []) > 1:
@@ -124,9 +131,18 @@ def evaluate_command(
         _print_scores(_measured(read.sources, pairs, language_pair.rpartition("-")[2], tokenised, metric))
         return
     found = scored(
-        run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None,
-        beam_size=beam, length_penalty=length_penalty,
-    )  # fmt: skip
+        run,
+        split,
+        source,
+        references or [],
+        tokenised,
+        metric,
+        plugin,
+        modified or (),
+        engine,
+        output is None,
+        **search,
+    )
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
@@ -219,7 +235,7 @@ def scored(
         raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
     if run is not None and keep:
         _check_writable(run[1], folder)
-    search = search_settings(folder, **{**settings, "n_best": 1})
+    search = options.search_settings(folder, **{**settings, "n_best": 1})
     of_model = {OF_MODEL: file_sha256(model / WEIGHTS)} if run is not None and keep else {}
     opened, total, found = open_search(engine, [model], search, plugin), len(pairs.sources), []
     texts = {name: pairs, **{f"{name}.{modifier}": _modified(pairs, modifier, prefix) for modifier in modified}}

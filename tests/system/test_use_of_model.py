@@ -39,6 +39,22 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
 
 
+def test_evaluate_cuts_lines_above_the_limit_as_its_message_says(command, trained, small_corpus, tmp_path):
+    files = (
+        "--source",
+        small_corpus / "valid.en",
+        "--reference",
+        small_corpus / "valid.de",
+        "--output",
+        tmp_path / "s",
+    )
+    said = command("evaluate", trained, *files, "--max-source-tokens", 4, code=2)
+    assert "have it cut with --too-long split" in said
+    command("evaluate", trained, *files, "--max-source-tokens", 4, "--too-long", "split")
+    scores = json.loads((tmp_path / "s").read_text(encoding="utf-8"))
+    assert (scores["too_long"], scores["max_source_tokens"]) == ("split", 4)
+
+
 def test_evaluate_scores_modified_text_beside_the_clean_one_and_keeps_it_the_same_way(command, trained):
     names = ("test", "test.upper_case", "test.typos")
     kept = []
@@ -110,7 +126,8 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
         ((), "expected a run or model folder to translate with, or --hypothesis FILE"),
         (("RUN", "--hypothesis", "a"), "expected a run or model folder to translate with, or --hypothesis FILE"),
         (("--hypothesis", "a"), "--hypothesis needs --reference FILE"),
-        (("--hypothesis", "a", "--reference", "b", "--beam", 4), "--beam and --length-penalty are of a search"),
+        (("--hypothesis", "a", "--reference", "b", "--beam", 4), "--max-source-tokens are of a search"),
+        (("--hypothesis", "a", "--reference", "b", "--too-long", "split"), "--max-source-tokens are of a search"),
         (("--hypothesis", "a", "--reference", "b", "--metric-plugin", "x.py:f"), "--metric-plugin gets the source too"),
         (
             ("RUN", "--modified", "upper"),
