@@ -126,13 +126,14 @@ class Translator:
         """Yields a translation for each line, in order; blank lines stay empty. Reads 2,048 lines ahead, and no more.
 
         Raises:
-            UserError: a line is longer than `decoding.max_source_tokens`, and `too_long` is "refuse"; or `lines` is one text.
+            UserError: a line is no text, or longer than `decoding.max_source_tokens`, and `too_long` is "refuse"; or `lines` is
+            one text.
         """
         if isinstance(lines, str):
             raise UserError(
                 "translate takes lines, got one text, whose letters would be lines: call the Translator itself"
             )
-        return self._translator.translate(lines)
+        return self._translator.translate(_all_text("a line", lines))
 
 
 def load_config(path: str | Path, *overrides: str) -> Config:
@@ -141,7 +142,7 @@ def load_config(path: str | Path, *overrides: str) -> Config:
     Raises:
         ConfigError: with all problems, each with file, line and key, the expected and the given value.
     """
-    return _load_config(Path(path), [*overrides])
+    return _load_config(Path(path), [*_all_text("an override, section.key=value,", overrides)])
 
 
 def prepare(config: Config | str | Path) -> Path:
@@ -222,12 +223,21 @@ def evaluate(
         settings: settings of the section `decoding` in place of the run's.
 
     Raises:
-        UserError: there is no model, nothing to score, or only one of `source` and `references`.
+        UserError: there is no model, nothing to score, only one of `source` and `references`, or a setting has a wrong value.
     """
     from dist_transformer.cli.evaluate import scored
 
+    if not isinstance(references, list | tuple):
+        raise UserError(f"references: expected a list of files, got {references!r}; put it in brackets")
     texts = None if source is None else Path(source), [*map(Path, references)]
     return scored(Path(folder), split, *texts, **settings).scores
+
+
+def _all_text(what: str, given: Iterable[str]) -> Iterator[str]:
+    for each in given:
+        if not isinstance(each, str):
+            raise UserError(f"expected {what} as text, got {type(each).__name__}: {each!r}")
+        yield each
 
 
 @contextmanager

@@ -62,7 +62,9 @@ def read_run_folder(run: Path, overrides: list[str] | None = None) -> tuple[Conf
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
-    """Raises ConfigError if there are more ranks than lanes."""
+    """Raises UserError if it is no number of ranks, or above that of the lanes."""
+    if type(num_ranks) is not int or num_ranks < 1:
+        raise UserError(f"ranks: expected a whole number from 1 on, got {num_ranks!r}")
     if num_ranks > config.data.lanes:
         raise ConfigError(
             [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]

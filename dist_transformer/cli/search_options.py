@@ -1,6 +1,6 @@
 """Options of the verbs that search for translations, and the resulting settings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,6 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from dist_transformer.cli.arguments import read_run
+from dist_transformer.config.loading import suggestion, value_problem
 from dist_transformer.config.schema import BeamConfig, DecodingConfig
 from dist_transformer.errors import ConfigError
 
@@ -67,10 +68,16 @@ def search_settings(model: Path, **given: Any) -> DecodingConfig:
         settings = DecodingConfig(**{**base.model_dump(), **changes})
         problems = list(_problems(settings))
     except ValidationError as error:
-        problems = [f"{_option(p['loc'][0])}: {p['msg']}, got {p['input']}" for p in error.errors()]
+        problems = [_explained(str(problem["loc"][0]), problem) for problem in error.errors()]
     if problems:
         raise ConfigError(problems, "the search cannot be done as it is asked for:")
     return settings
+
+
+def _explained(name: str, problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "extra_forbidden":
+        return f"{name}: no such setting{suggestion(name, DecodingConfig.model_fields)}"
+    return f"{name}: {value_problem((name,), problem)}"
 
 
 def _problems(settings: DecodingConfig) -> Iterator[str]:
@@ -79,13 +86,9 @@ def _problems(settings: DecodingConfig) -> Iterator[str]:
         return
     if settings.n_best > settings.beam_size:
         yield (
-            f"--n-best: {settings.n_best} is above the beam, {settings.beam_size}: a search gives at most as many "
-            "translations as its beam, also to --mbr; raise --beam, or give --sampling"
+            f"n_best: {settings.n_best} is above the beam, {settings.beam_size}: a search gives at most as many translations "
+            "as its beam, also to --mbr; raise it (--beam), or draw them (--sampling)"
         )
     for name in ("temperature", "top_k", "top_p"):
         if getattr(settings, name) != DecodingConfig.model_fields[name].default:
-            yield f"{_option(name)}: is of sampling, which is off; give --sampling, or leave it out"
-
-
-def _option(name: int | str) -> str:
-    return f"--{str(name).replace('_', '-')}"
+            yield f"{name}: is of sampling, which is off; switch it on (--sampling), or leave it out"

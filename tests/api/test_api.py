@@ -10,6 +10,7 @@ from api_page import PAGE, PROGRAM, page
 from running import Command
 
 import dist_transformer
+from dist_transformer.cli.search_options import search_settings
 from dist_transformer.errors import MachineError
 
 
@@ -64,6 +65,15 @@ def test_a_rank_that_fails_and_a_folder_without_a_run_are_exceptions(
     with pytest.raises(dist_transformer.UserError, match="takes lines, got one text"):
         translator.translate("one")
     monkeypatch.setattr("dist_transformer.processes.launching.start_local_ranks", lambda *_, **__: 70)
+    for ranks in (0, -1, "2", 1.0, True):
+        with pytest.raises(
+            dist_transformer.UserError, match=f"ranks: expected a whole number from 1 on, got {ranks!r}"
+        ):
+            dist_transformer.train(small_corpus / "small.yaml", ranks)  # type: ignore[arg-type]
+    with pytest.raises(
+        dist_transformer.UserError, match=r"expected an override, section\.key=value, as text, got list"
+    ):
+        dist_transformer.load_config(small_corpus / "small.yaml", ["a=4"])  # type: ignore[arg-type]
     with pytest.raises(MachineError, match="training ended with exit code 70"):
         dist_transformer.train(small_corpus / "small.yaml")
 
@@ -73,9 +83,35 @@ def test_a_rank_that_fails_and_a_folder_without_a_run_are_exceptions(
     [
         ({"source": "s.en"}, "--source and --reference belong together"),
         ({"references": ["ref.de"]}, "--source and --reference belong together"),
+        ({"references": "ref.de", "source": "s.en"}, "references: expected a list of files, got 'ref.de'"),
         ({"n_best": 2}, "n_best: got 2, but one translation of each line is scored"),
     ],
 )
 def test_what_evaluate_cannot_score_is_refused_before_anything_is_read(given: dict[str, Any], message: str) -> None:
     with pytest.raises(dist_transformer.UserError, match=message):
         dist_transformer.evaluate("a folder", **given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam_size": 0}, r"beam_size: input should be greater than 0; got 0 \(int\)"),
+        ({"beam": 4}, "beam: no such setting; did you mean `beam_size`"),
+        ({"top_k": 4}, "top_k: is of sampling, which is off"),
+    ],
+)
+def test_a_wrong_setting_of_a_search_has_its_name_from_python(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(dist_transformer.UserError, match=message):
+        search_settings(Path("a folder"), **settings)
+
+
+@pytest.mark.parametrize("lines", [["a", None], [b"abc"], b"abc"])
+def test_lines_that_are_no_text_are_refused(lines: Any) -> None:
+    class Model:
+        def translate(self, lines: Any) -> Any:
+            return (line.strip() for line in lines)
+
+    translator = object.__new__(dist_transformer.Translator)
+    translator._translator = Model()  # type: ignore[assignment]
+    with pytest.raises(dist_transformer.UserError, match=r"expected a line as text, got (NoneType|bytes|int)"):
+        list(translator.translate(lines))

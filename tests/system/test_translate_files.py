@@ -215,9 +215,9 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--n-best", 9), "--n-best: 9 is above the beam, 4"),
-        (("--top-k", 9), "--top-k: is of sampling, which is off"),
-        (("--sampling", "--top-p", 0), "--top-p: Input should be greater than 0, got 0.0"),
+        (("--n-best", 9), "n_best: 9 is above the beam, 4"),
+        (("--top-k", 9), "top_k: is of sampling, which is off"),
+        (("--sampling", "--top-p", 0), "top_p: input should be greater than 0; got 0.0 (float)"),
         (("--input", "absent"), "--input and --output belong together"),
         (("--input", "absent", "--output", "out"), "absent: cannot be read: No such file"),
         (("--prefix", "absent"), "absent: cannot be read: No such file"),
@@ -225,7 +225,7 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
         (("--too-long", "split", "--alignment"), "--too-long split: a line that is cut has no alignment"),
         (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment is read from"),
         (("--max-source-tokens", 5), "line 1: "),
-        (("--sampling", "--no-sampling", "--top-k", 9), "--top-k: is of sampling, which is off"),
+        (("--sampling", "--no-sampling", "--top-k", 9), "top_k: is of sampling, which is off"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: tuple[object, ...], message: str, model: Path, tmp_path: Path,
