@@ -100,7 +100,7 @@ def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: A
             f"checkpoints.keep_every_steps: {checkpoints.keep_every_steps} is no multiple of checkpoints.every_steps "
             f"{checkpoints.every_steps}: at other steps there is no checkpoint to keep"
         )
-    if checkpoints.average_last > checkpoints.keep_last:
+    if checkpoints.final_model == "average_last" and checkpoints.average_last > checkpoints.keep_last:
         yield (
             f"checkpoints.average_last: {checkpoints.average_last} is above checkpoints.keep_last "
             f"{checkpoints.keep_last}: the others are gone by then; keep as many as are averaged"

@@ -31,6 +31,8 @@ def test_more_checkpoints_averaged_than_kept_are_refused(path):
     problem = one_problem_of(path, "checkpoints.keep_last=3", "checkpoints.average_last=4")
     assert "checkpoints.average_last: 4 is above checkpoints.keep_last 3" in problem
     assert load_config(path, ["checkpoints.keep_last=4", "checkpoints.average_last=4"])
+    others = ["checkpoints.final_model=ema", "training.ema_decay=0.9"]  # nothing of the last ones is averaged
+    assert load_config(path, ["checkpoints.keep_last=3", "checkpoints.average_last=4", *others])
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "-x", "a b", "ü", "a\nb", "x/"])
