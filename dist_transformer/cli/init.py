@@ -82,18 +82,21 @@ def init_command(
     check_output(out, "a configuration", is_file=True)
     check_output(folder, "text files")
 
+    from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.data.sources.survey import survey
     from dist_transformer.planning import proposal
     from dist_transformer.reporting.html import render
 
     data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
+    corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
+    for given in corpora.values():
+        read_pairs(given, data)  # its errors are reported before anything is written
     with progress_bar() as show:
         found = survey(corpus, data, lambda pairs: show("reading the text", pairs, None))
     print(f"{found.pairs:,} pairs, {found.characters} characters, {found.repeated:.1%} repeat a source sentence")
     for language, side in zip(languages, found.sides, strict=True):
         length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
         print(f"  {language}: {side.script}; {length}")
-    corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
     splits, most = [split for split in SPLITS if split not in corpora], len(found.sample) // 4
     each = min(MOST_HELD_OUT, most, found.pairs // HELD_OUT_PART)
     each = ask("pairs held out for validation, and for the test", held_out, each) if splits else 0
