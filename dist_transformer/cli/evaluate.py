@@ -106,7 +106,7 @@ def evaluate_command(
             raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
         if any(value is not None for value in search.values()):
             raise UserError(
-                "--beam, --length-penalty, --too-long and --max-source-tokens are of a search: leave them out with --hypothesis"
+                "--beam, --length-penalty, --too-long, --max-source-tokens: leave them out with --hypothesis"
             )
         if metric_plugin is not None and source is None:
             raise UserError("--metric-plugin gets the source too: give --source FILE")

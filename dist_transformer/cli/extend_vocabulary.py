@@ -46,7 +46,12 @@ def extend_vocabulary_command(
     if side != "both" and (loaded.config.shared_embeddings or loaded.tokenizer_files.target is None):
         raise UserError(f"--side {side}: {folder} has one vocabulary for both sides; leave --side out")
     added = _extend(loaded, asked, side, output)
-    _tell(output, added, loaded.tokenizer_files.target is not None)
+    write_utf8()
+    more = f" and {len(added) - SHOWN} more" if len(added) > SHOWN else ""
+    print(f"{output}: {len(added)} new pieces: {' '.join(added[:SHOWN])}{more}")
+    target = [f"tokenizer.target_model={output / 'target.model'}"] if loaded.tokenizer_files.target is not None else []
+    settings = [f"tokenizer.source_model={output / 'source.model'}", *target, f"training.init_from={output}"]
+    print(f"fine-tune it with: {shlex.join(settings)}")
 
 
 def _lines(path: Path) -> list[str]:
@@ -85,21 +90,8 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
             growth(target or source, of_target, tokenizer.target_vocabulary),
             loaded.config.shared_embeddings,
         )
-        information = replace(
-            before,
-            source_vocabulary=tokenizer.source_vocabulary,
-            target_vocabulary=tokenizer.target_vocabulary,
-            pad_id=tokenizer.pad_id,
-        )
+        names = ("source_vocabulary", "target_vocabulary", "pad_id")
+        information = replace(before, **{name: getattr(tokenizer, name) for name in names})
         origin = Origin("another model with a larger vocabulary")
         save_model_folder(output, weights, loaded.config, new, information, origin)
     return list(dict.fromkeys([*of_source, *of_target]))
-
-
-def _tell(output: Path, added: Sequence[str], has_target: bool) -> None:
-    write_utf8()
-    more = f" and {len(added) - SHOWN} more" if len(added) > SHOWN else ""
-    print(f"{output}: {len(added)} new pieces: {' '.join(added[:SHOWN])}{more}")
-    target = [f"tokenizer.target_model={output / 'target.model'}"] if has_target else []
-    settings = [f"tokenizer.source_model={output / 'source.model'}", *target, f"training.init_from={output}"]
-    print(f"fine-tune it with: {shlex.join(settings)}")

@@ -19,67 +19,41 @@ other processes of a busy machine cannot run; this is as fast on a quiet machine
 (benchmarks/start.py)."""
 
 VERBS = {
-    "Train": {
-        "init": "init.init_command",
-        "train": "train.train_command",
-        "plan": "plan.plan_command",
-        "simulate": "plan.simulate_command",
-        "demo": "demo.demo_command",
-    },
-    "Cluster": {
-        "submit": "submit.submit_command",
-        "pipeline": "pipeline.app",
-        "preflight": "preflight.preflight_command",
-        "stop": "jobs.stop_command",
-        "cancel": "jobs.cancel_command",
-        "resume": "jobs.resume_command",
-    },
-    "Model": {
-        "average": "average.average_command",
-        "extend-vocabulary": "extend_vocabulary.extend_vocabulary_command",
-        "export": "export.export_command",
-        "import": "import_model.import_command",
-        "translate": "translate.translate_command",
-        "rerank": "rerank.rerank_command",
-        "score": "score.score_command",
-        "evaluate": "evaluate.evaluate_command",
-    },
-    "Data": {"prepare": "prepare.prepare_command", "data": "data_verbs.app", "demo-corpus": "demo.demo_corpus_command"},
-    "Look": {
-        "status": "status.status_command",
-        "list": "status.list_command",
-        "logs": "logs.logs_command",
-        "stacks": "logs.stacks_command",
-        "verify": "verify.verify_command",
-        "report": "report.report_command",
-        "compare": "report.compare_command",
-        "config": "config_verbs.app",
-        "track": "tracking_verbs.app",
-        "ui": "tracking_verbs.ui_command",
-    },
+    "Train": ("init", "train", "plan", "simulate", "demo"),
+    "Cluster": ("submit", "pipeline", "preflight", "stop", "cancel", "resume"),
+    "Model": ("average", "extend-vocabulary", "export", "import", "translate", "rerank", "score", "evaluate"),
+    "Data": ("prepare", "data", "demo-corpus"),
+    "Look": ("status", "list", "logs", "stacks", "verify", "report", "compare", "config", "track", "ui"),
 }
-"""In groups, each verb with where in this folder it is."""
+"""The verbs in groups. Each is VERB_command in VERB.py of this folder, but for those below."""
+FILES = {"simulate": "plan", "stop": "jobs", "cancel": "jobs", "resume": "jobs", "import": "import_model", "list": "status",
+         "stacks": "logs", "compare": "report", "demo-corpus": "demo", "ui": "tracking_verbs"}  # fmt: skip
+APPS = {"pipeline": "pipeline", "data": "data_verbs", "config": "config_verbs", "track": "tracking_verbs"}
+"""Verbs that have verbs of their own: `app` in these files."""
 
 
-def first_sentence(place: str) -> str:
+def place_of(verb: str) -> tuple[str, str]:
+    """The file of a verb in this folder, and its name there."""
+    name = verb.replace("-", "_")
+    return (APPS[verb], "app") if verb in APPS else (FILES.get(verb, name), f"{name}_command")
+
+
+def first_sentence(verb: str) -> str:
     """The first sentence of a verb's help, read from its file: to import all verbs would take seconds."""
-    module, name = place.split(".")
+    module, name = place_of(verb)
     text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     found = re.search(
         r'Typer\(help="(.*?)"' if name == "app" else rf'def {name}\(.*?"""(.*?)(?:"""|\n)', text, re.DOTALL
     )
-    assert found is not None, place
+    assert found is not None, verb
     return found[1].partition(". ")[0].removesuffix(".") + "."
 
 
 class Commands(Mapping[str, Any]):
     """The command of each verb; its module is imported when it is asked for, for the others would take longer than it."""
 
-    def __init__(self) -> None:
-        self._places = {verb: place for verbs in VERBS.values() for verb, place in verbs.items()}
-
     def __getitem__(self, verb: str) -> Any:
-        module, name = self._places[verb].split(".")
+        module, name = place_of(verb)
         found = getattr(import_module(f"dist_transformer.cli.{module}"), name)
         holder = typer.Typer(add_completion=False)
         holder.callback()(lambda: None)  # makes it a group
@@ -91,13 +65,13 @@ class Commands(Mapping[str, Any]):
 
     def get(self, verb: str, default: Any = None) -> Any:
         """A verb that is not there is `default`; an error of its module is an error, a KeyError too."""
-        return self[verb] if verb in self._places else default
+        return self[verb] if verb in [*self] else default
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return (verb for verbs in VERBS.values() for verb in verbs)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return sum(map(len, VERBS.values()))
 
 
 class Verbs(TyperGroup):
@@ -110,7 +84,7 @@ class Verbs(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in VERBS.items():
             with formatter.section(group):
-                formatter.write_dl([(verb, first_sentence(place)) for verb, place in verbs.items()])
+                formatter.write_dl([(verb, first_sentence(verb)) for verb in verbs])
 
 
 app = typer.Typer(

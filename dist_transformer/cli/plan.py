@@ -52,8 +52,8 @@ def plan_command(
     from dist_transformer.planning.tables import as_values, print_plan
 
     counts = _numbers_of_nodes(nodes)
-    config, ranks_per_node = _configured(run, overrides, gpus_per_node)
-    hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
+    given = (gpu, gpus_per_node, calibrate, tokens_per_second, all_reduce)
+    config, ranks_per_node, hardware = _planned(run, overrides, *given)
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     of_plan = (config, gpu, ranks_per_node, hardware, rows)
     if as_json:
@@ -100,8 +100,8 @@ def simulate_command(
     from dist_transformer.planning.simulation_tables import as_values, print_simulation
 
     counts = _numbers_of_nodes(nodes)
-    config, ranks_per_node = _configured(run, overrides, gpus_per_node)
-    hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
+    given = (gpu, gpus_per_node, calibrate, tokens_per_second, all_reduce)
+    config, ranks_per_node, hardware = _planned(run, overrides, *given)
     for problem in time_problems(config.slurm):
         raise UserError(problem)
     limit = seconds_of(config.slurm.time_limit) or math.inf
@@ -118,41 +118,36 @@ def simulate_command(
         print_simulation(*of_simulation)
 
 
-def _configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
-    """The configuration to plan, with its vocabulary counted, and the ranks of a node."""
+def _planned(
+    run: Path,
+    overrides: list[str] | None,
+    gpu: str,
+    gpus_per_node: int | None,
+    calibrate: Path | None,
+    tokens_per_second: float | None,
+    all_reduce_gb_per_second: float | None,
+) -> tuple[Config, int, Hardware]:
+    """The configuration to plan, with its vocabulary counted, the ranks of a node, and the table's row of `gpu`, with figures
+    measured by a preflight or the user in its place.
+
+    UserError: the table has no such kind, `calibrate` is no preflight report, or a figure is no number.
+    """
+    from dist_transformer.planning.step_time import with_given_rates
     from dist_transformer.planning.vocabularies import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
     config = with_precision(config, "fp16")  # the value of auto on a GPU
-    return config, gpus_per_node or config.slurm.ranks_per_node
-
-
-def _measured_hardware(
-    config: Config,
-    ranks_per_node: int,
-    gpu: str,
-    calibrate: Path | None,
-    tokens_per_second: float | None,
-    all_reduce_gb_per_second: float | None,
-) -> Hardware:
-    """The table's row of `gpu`, with figures measured by a preflight or the user in its place; UserError if the table has
-    no such kind, `calibrate` is no preflight report, or a figure is no number."""
-    from dist_transformer.planning.step_time import with_given_rates
-
+    ranks = gpus_per_node or config.slurm.ranks_per_node
     _must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)
-    hardware = hardware_of(gpu)
-    if calibrate is not None:
-        hardware = calibrated(hardware, calibrate)
-    return with_given_rates(hardware, config, ranks_per_node, tokens_per_second, all_reduce_gb_per_second)
+    hardware = hardware_of(gpu) if calibrate is None else calibrated(hardware_of(gpu), calibrate)
+    return config, ranks, with_given_rates(hardware, config, ranks, tokens_per_second, all_reduce_gb_per_second)
 
 
 def _must_be_finite(**options: float | None) -> None:
     """Raises UserError if an option is `inf` or `nan`, or above LARGEST, so that arithmetic on it would overflow."""
     for name, value in options.items():
-        if value is not None and not math.isfinite(value):
-            raise UserError(f"--{name.replace('_', '-')}: expected a finite number; got {value}")
-        if value is not None and value > LARGEST:
-            raise UserError(f"--{name.replace('_', '-')}: expected at most {LARGEST:g}; got {value:g}")
+        if value is not None and not value <= LARGEST:
+            raise UserError(f"--{name.replace('_', '-')}: expected a finite number, at most {LARGEST:g}; got {value:g}")
 
 
 def _numbers_of_nodes(text: str) -> list[int]:

@@ -13,7 +13,6 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 
 Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or a folder of runs.", show_default=False)]
-PAGE = "a page"
 
 
 def report_command(
@@ -26,7 +25,7 @@ def report_command(
     from dist_transformer.reporting.html import is_own_page
 
     if output is not None:
-        check_output(output, PAGE, is_own_page, is_file=True)
+        check_output(output, "a page", is_own_page, is_file=True)
     print(f"written to {write_run_report(find_run(run, root).run_dir, output)}")
 
 
@@ -41,7 +40,7 @@ def compare_command(
     folders = [folder for run in runs for folder in _run_dirs(run, root)]
     if len({folder.path.resolve() for folder in folders}) < 2:
         raise UserError(f"{' '.join(runs)}: one run; expected at least two: dist-transformer compare RUN RUN ...")
-    check_output(output, PAGE, is_own_page, is_file=True)
+    check_output(output, "a page", is_own_page, is_file=True)
     stories = named([read_story(folder) for folder in folders])
     results = result_rows(stories)
     write_output(output, compare_page(stories, results))

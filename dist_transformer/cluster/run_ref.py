@@ -36,10 +36,7 @@ def find_run(text: str, root: Path) -> RunRef:
     if folder.is_dir():
         refuse_unreadable(folder)
         if not is_run_folder(folder):
-            raise UserError(
-                f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json; `list` "
-                "shows the runs of a folder"
-            )
+            raise UserError(f"{folder}: is not a run folder: it has no config.yaml; `list` shows the runs of a folder")
         return RunRef(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
     if not is_job_id(text):
         raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")

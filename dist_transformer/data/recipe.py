@@ -24,7 +24,7 @@ Format 2 had neither `rules` nor `scores`; it is read, and trained on, as it is.
 """
 
 MOST_NAMES = 10
-"""Names of changed files in a message."""
+"""Names of files that a message gives; it has the number of all."""
 
 
 def make_recipe(config: Config) -> dict[str, Any]:
@@ -90,16 +90,13 @@ def _difference(key: str, found: Any, wanted: Any) -> str:
     """Describes a difference; of files their names."""
     if not any(isinstance(side, list) and side and isinstance(side[0], dict) for side in (found, wanted)):
         return f"{key}: {found!r} in the folder, {wanted!r} now"
-    before, now = ([file for each in side or () for file in each.get("files", [each])] for side in (found, wanted))
-    gone, new = ({file["name"] for file in a if file not in b} for a, b in ((before, now), (now, before)))
+    files = [
+        {tuple(file.items()) for each in side or () for file in each.get("files", [each])} for side in (found, wanted)
+    ]
+    gone, new = ({dict(file)["name"] for file in first - second} for first, second in (files, files[::-1]))
     changes = {"removed": gone - new, "added": new - gone, "changed": gone & new}
-    said = [f"{what} {_listed(sorted(names))}" for what, names in changes.items() if names]
+    said = [f"{len(each)} {what} ({', '.join(sorted(each)[:MOST_NAMES])})" for what, each in changes.items() if each]
     return f"{key}: {'; '.join(said) or 'the same files in another order'}"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def taken_models(settings: TokenizerConfig) -> list[Path]:

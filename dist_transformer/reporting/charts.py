@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -147,20 +148,18 @@ def _of_corpora(curves: Curves, key: str) -> dict[str, Curve | None]:
 
 
 def _training_panels(curves: Curves) -> list[Panel]:
-    def one(key: str) -> dict[str, Curve | None]:
-        return {"training": curves.of("train", key)}
-
-    shares = {name: _drawn(curves, "train", key) for name, key in SHARES.items()}
-    scale, skipped = curves.of("train", "loss_scale"), curves.of("train", "skipped_updates")
+    drawn = partial(_drawn, curves, "train")
+    shares = {name: drawn(key) for name, key in SHARES.items()}
+    scale, skipped = drawn("loss_scale"), drawn("skipped_updates")
     pairs = {
         name.removeprefix("pairs/"): curves.of("train", name) for name in curves.names("train") if "pairs/" in name
     }
     return [
-        *_panel("learning-rate", "Learning rate", "", one("learning_rate")),
-        *_panel("speed", "Speed", "target tokens/s", one("tokens_per_second")),
+        *_panel("learning-rate", "Learning rate", "", {"training": drawn("learning_rate")}),
+        *_panel("speed", "Speed", "target tokens/s", {"training": drawn("tokens_per_second")}),
         *_panel("waste", "Padding and data wait", "%", shares),
-        *_panel("mfu", "Share of the peak arithmetic (MFU)", "%", {"training": _drawn(curves, "train", "mfu")}),
-        *_panel("gradient-norm", "Gradient norm", "", one("gradient_norm")),
+        *_panel("mfu", "Share of the peak arithmetic (MFU)", "%", {"training": drawn("mfu")}),
+        *_panel("gradient-norm", "Gradient norm", "", {"training": drawn("gradient_norm")}),
         *(_panel("loss-scale", "Loss scale", "", {"training": scale}) if _varies(scale) else []),
         *(_panel("skipped", "Updates skipped so far", "updates", {"training": skipped}) if _varies(skipped) else []),
         *_panel("mixture", "Pairs of each corpus", "pairs a log line", pairs),

@@ -18,6 +18,6 @@ def evaluations_of(run_dir: RunDir) -> tuple[dict[str, Record], list[str]]:
     found, now = {path.stem: read_record(path) for path in sorted(run_dir.evaluation.glob("*.json"))}, None
     if any(OF_MODEL in scores for scores in found.values()):
         with suppress(OSError):
-            now = file_sha256(run_dir.weights)
+            now = file_sha256(run_dir.model / "model.safetensors")
     others = [name for name, scores in found.items() if now is not None and scores.get(OF_MODEL, now) != now]
     return {name: scores for name, scores in found.items() if name not in others}, others

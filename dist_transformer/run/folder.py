@@ -41,7 +41,6 @@ class RunDir:
     checkpoints = _At("checkpoints")
     model = _At("model")
     """The model folder that `translate` and `evaluate` take."""
-    weights = _At("model/model.safetensors")
     tracking = _At("tracking.json")
     """The delivery state of the tracker: MLflow run id, newest step sent."""
     tracking_events = _At("tracking_events.jsonl")

@@ -9,13 +9,11 @@ import platform
 import sys
 import traceback
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
@@ -58,7 +56,11 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         stop.end_at(stop.started + 3600 * config.training.max_hours)
     lock = _lock(run_dir, ranks, stop)  # before anything is written into the run folder: another job may use it
     try:
-        _refuse_different_corpora(folder, manifest, ranks)
+        digests = sorted(set(ranks.all_gather_object(manifest.digest)))
+        if len(digests) > 1:
+            raise DataError(
+                f"{folder}: ranks see different prepared corpora ({digests}): is it on a shared disk?"
+            ).agreed()
         _set_up_logging(run_dir, ranks, terminal)
         if precision:
             log.info("precision  %s", precision)
@@ -112,14 +114,6 @@ def _recover(run: Run, diverged: Diverged) -> Recovery:
     good = checkpoints.saved(run.run_dir)[-1:]
     good_step = checkpoints.step_of(good[0]) if good else 0
     return recover(run.run_dir, run.config.divergence, run.config.training.precision, diverged, good_step)
-
-
-def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
-    digests = ranks.all_gather_object(manifest.digest)
-    if len(set(digests)) > 1:
-        raise DataError(
-            f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?"
-        ).agreed()
 
 
 def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
@@ -182,10 +176,8 @@ def _default_threads(ranks: Ranks) -> int:
 
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str, reason: str = "") -> None:
-    """Records a failure in train.log and run.json, unless the disk fails; other ranks print theirs themselves.
-
-    A run that has finished stays so in run.json: no step was trained since. `reason`: the message in one line.
-    """
+    """Records a failure in train.log, and in run.json unless the run has finished, if the disk takes it; other ranks print
+    theirs themselves. `reason`: the message in one line."""
     reason = reason or " ".join(message.split())
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})

@@ -126,8 +126,14 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
         ((), "expected a run or model folder to translate with, or --hypothesis FILE"),
         (("RUN", "--hypothesis", "a"), "expected a run or model folder to translate with, or --hypothesis FILE"),
         (("--hypothesis", "a"), "--hypothesis needs --reference FILE"),
-        (("--hypothesis", "a", "--reference", "b", "--beam", 4), "--max-source-tokens are of a search"),
-        (("--hypothesis", "a", "--reference", "b", "--too-long", "split"), "--max-source-tokens are of a search"),
+        (
+            ("--hypothesis", "a", "--reference", "b", "--beam", 4),
+            "--max-source-tokens: leave them out with --hypothesis",
+        ),
+        (
+            ("--hypothesis", "a", "--reference", "b", "--too-long", "split"),
+            "--max-source-tokens: leave them out with --hypothesis",
+        ),
         (("--hypothesis", "a", "--reference", "b", "--metric-plugin", "x.py:f"), "--metric-plugin gets the source too"),
         (
             ("RUN", "--modified", "upper"),

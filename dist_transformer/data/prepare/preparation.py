@@ -171,15 +171,12 @@ def _manifest(config: Config, state: PrepareState, folder: Path, splits: dict[st
     assert state.tokenizer is not None
     tokenizer = load_tokenizer(folder, state.tokenizer)
     training = tuple(config.data.training_corpora())
+    names = ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id")
     return Manifest(
         digest=content_digest(state.recipe, state.tokenizer, splits, training),
         recipe=state.recipe,
         tokenizer=state.tokenizer,
-        source_vocabulary=tokenizer.source_vocabulary,
-        target_vocabulary=tokenizer.target_vocabulary,
-        pad_id=tokenizer.pad_id,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
+        **{name: getattr(tokenizer, name) for name in names},
         source_language=config.data.source_language,
         target_language=config.data.target_language,
         splits=splits,

@@ -37,9 +37,9 @@ def test_waiting_threads_soon_make_room_for_other_processes_unless_the_user_set_
 
 def test_the_list_of_verbs_says_what_each_says_of_itself():
     for verbs in VERBS.values():
-        for verb, place in verbs.items():
+        for verb in verbs:
             command = Commands()[verb]
-            assert (command.name, command.get_short_help_str(1000)) == (verb, first_sentence(place))
+            assert (command.name, command.get_short_help_str(1000)) == (verb, first_sentence(verb))
             assert not hasattr(command, "commands") or command.commands, f"{verb} has no verbs below it"
     shown = CliRunner().invoke(app, ["--help"]).output.partition("\nTrain:\n")[2].splitlines()
     assert [line.split()[0] for line in shown if line[:2] == "  " and line[2] != " "] == [

@@ -184,5 +184,5 @@ def test_a_limit_that_leaves_no_time_or_is_none_is_refused(yaml_file):
     assert "--nodes: expected whole numbers" in raised_by(yaml_file, "--nodes", "0")
     assert simulate(yaml_file, "--node-hours-between-failures", "0").exit_code == 2
     for option in ("--node-hours-between-failures", "--write-seconds", "--tokens-per-second"):
-        assert f"{option}: expected a finite number; got inf" in raised_by(yaml_file, option, "inf")
-        assert f"{option}: expected at most 1e+18; got 1e+308" in raised_by(yaml_file, option, "1e308")
+        assert f"{option}: expected a finite number, at most 1e+18; got inf" in raised_by(yaml_file, option, "inf")
+        assert f"{option}: expected a finite number, at most 1e+18; got 1e+308" in raised_by(yaml_file, option, "1e308")
