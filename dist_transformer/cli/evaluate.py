@@ -131,18 +131,8 @@ def evaluate_command(
         _print_scores(_measured(read.sources, pairs, language_pair.rpartition("-")[2], tokenised, metric))
         return
     found = scored(
-        run,
-        split,
-        source,
-        references or [],
-        tokenised,
-        metric,
-        plugin,
-        modified or (),
-        engine,
-        output is None,
-        **search,
-    )
+        run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, **search
+    )  # fmt: skip
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
