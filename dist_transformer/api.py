@@ -115,7 +115,11 @@ class Translator:
         self._translator = LoadedTranslator(model_folder_of(path), search_settings(path, **settings))
 
     def __call__(self, line: str) -> str:
-        """Returns the translation of one line, a text; for more of them there is `translate`."""
+        """Returns the translation of one line; for more of them there is `translate`."""
+        if not isinstance(line, str):
+            raise UserError(
+                f"a Translator takes one line of text, got {type(line).__name__}: call its translate(lines)"
+            )
         return next(self.translate([line]))
 
     def translate(self, lines: Iterable[str]) -> Iterator[str]:
