@@ -227,7 +227,7 @@ def evaluate(
     """
     from dist_transformer.cli.evaluate import scored
 
-    if not isinstance(references, list | tuple):
+    if isinstance(references, str | Path):
         raise UserError(f"references: expected a list of files, got {references!r}; put it in brackets")
     texts = None if source is None else Path(source), [*map(Path, references)]
     return scored(Path(folder), split, *texts, **settings).scores

@@ -44,7 +44,7 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
             )
         config = load_config(run_dir.config, overrides, check_files=False)
         if (given := config.data.prepared) is not None:
-            data = config.data.model_copy(update={"prepared": str(run_dir.prepared(config.run.root, given))})
+            data = config.data.model_copy(update={"prepared": str(run_dir.prepared(given))})
             config = config.model_copy(update={"data": data})
         return config, run_dir
     config = load_config(run, overrides, check_files=check_files)

@@ -19,7 +19,7 @@ from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.plugins import Plugin, find, measure_of
-from dist_transformer.run.evaluations import OF_MODEL
+from dist_transformer.run.evaluations import entries_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 from dist_transformer.run.records import read_record
@@ -206,7 +206,7 @@ def scored(
     from dist_transformer.data.sources.text import tag_prefix
     from dist_transformer.decoding.engines import folders_of, open_search
     from dist_transformer.decoding.translate import translate_lines
-    from dist_transformer.files import file_sha256, write_json, write_text
+    from dist_transformer.files import write_json, write_text
     from dist_transformer.interop.ctranslate2_export import is_exported, load_exported
     from dist_transformer.interop.model_card import add_scores
     from dist_transformer.interop.model_folder import WEIGHTS, read_config
@@ -226,7 +226,7 @@ def scored(
     if run is not None and keep:
         _check_writable(run[1], folder)
     search = options.search_settings(folder, **{**settings, "n_best": 1})
-    of_model = {OF_MODEL: file_sha256(model / WEIGHTS)} if run is not None and keep else {}
+    of_model = entries_of(model / WEIGHTS) if run is not None and keep else {}
     opened, total, found = open_search(engine, [model], search, plugin), len(pairs.sources), []
     texts = {name: pairs, **{f"{name}.{modifier}": _modified(pairs, modifier, prefix) for modifier in modified}}
     with progress_bar() as show:

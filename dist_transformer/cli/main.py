@@ -53,6 +53,8 @@ class Commands(Mapping[str, Any]):
     """The command of each verb; its module is imported when it is asked for, for the others would take longer than it."""
 
     def __getitem__(self, verb: str) -> Any:
+        if verb not in [*self]:
+            raise KeyError(verb)
         module, name = place_of(verb)
         found = getattr(import_module(f"dist_transformer.cli.{module}"), name)
         holder = typer.Typer(add_completion=False)

@@ -25,7 +25,7 @@ from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.config.yaml_positions import merge
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
-from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.errors import ConfigError, MachineError, UserError
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
@@ -121,9 +121,10 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
             waits = tuple(ids[other] for other in pipeline.nodes[name].reads if other in ids) or after
             try:
                 [ids[name]] = submit(replace(submission, after=waits)).values()
-            except SlurmError as error:
+            except UserError as error:
                 back = f"\n  already submitted; to take it back: scancel {' '.join(ids.values())}" if ids else ""
-                raise SlurmError(f"node {name}: {error}{back}") from error
+                kind = MachineError if isinstance(error, MachineError) else SlurmError
+                raise kind(f"node {name}: {error}{back}") from error
             print(f"submitted job {ids[name]}: {name} ({pipeline.nodes[name].kind})")
     print(f"{len(ids)} jobs for {len(states)} nodes; watch: dist-transformer pipeline status {shlex.quote(str(file))}")
 

@@ -2,9 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,18 +106,24 @@ def checked_submission(
 
 def read_stages(given: Sequence[str]) -> tuple[Stage, ...]:
     """Returns the stages. UserError: none, another word, another order, one twice, or one text in place of a list."""
-    stages = tuple(stage for stage in STAGES if isinstance(given, list | tuple) and stage in given)
-    if not stages or [*stages] != [*given]:
+    words = _listed(given)
+    stages = tuple(stage for stage in STAGES if stage in words)
+    if not stages or [*stages] != words:
         raise UserError(f"stages: expected some of {','.join(STAGES)}, each once and in this order; got {given!r}")
     return stages
 
 
 def read_job_ids(given: Sequence[str]) -> tuple[str, ...]:
     """Returns the ids. UserError: one is no text like `12` or `13_4`, or there is one text in place of a list."""
-    is_list, form = isinstance(given, list | tuple), r"[0-9]+(_[0-9]+)?"
-    if not is_list or not all(isinstance(each, str) and re.fullmatch(form, each) for each in given):
+    ids = _listed(given)
+    if not all(isinstance(each, str) and re.fullmatch(r"[0-9]+(_[0-9]+)?", each) for each in ids):
         raise UserError(f"after: expected ids of jobs, each a text: 12, or 12 and 13_4; got {given!r}")
-    return tuple(given)
+    return tuple(ids)
+
+
+def _listed(given: Any) -> list[Any]:
+    """The elements; of one text, or of what has none, a list of None."""
+    return [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [None]
 
 
 def _size_in_words(slurm: SlurmConfig) -> str:

@@ -45,8 +45,9 @@ _INSTEAD = {
     "dependency": "submit --after", "kill-on-invalid-dep": "submit --after",
 }  # fmt: skip
 """Options of sbatch that submit sets itself, and what says them."""
-_OTHERS = "requeue no-requeue open-mode output wrap parsable chdir comment wait quiet test-only"
-_RELIED_ON = (*_INSTEAD, *_OTHERS.split())
+_OTHERS = "requeue no-requeue open-mode output wrap parsable chdir comment"
+_WITHOUT_ANSWER = ("wait", "quiet", "test-only")
+_RELIED_ON = (*_INSTEAD, *_OTHERS.split(), *_WITHOUT_ANSWER)
 _READ_HERE = ("exclude", "gres")
 _SRUN_KEYS = {"container-image": "container_image", "container-mounts": "container_mounts"}
 _NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*(,[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*)*")
@@ -253,10 +254,13 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
                 yield f"slurm.{key}: {name!r}: expected a long option of {key} without its dashes: nodelist, mem-per-cpu"
             if re.search("[\n\0]", "".join(map(str, listed(value)))):
                 yield f"slurm.{key}.{name}: {value!r}: an option cannot hold a line break"
-    for name in filter(_OPTION_NAME.fullmatch, slurm.sbatch):
+    given = [name for name, value in slurm.sbatch.items() if value not in (None, False)]
+    for name in filter(_OPTION_NAME.fullmatch, given):
         # sbatch also takes an option by its first letters.
         taken = min((k for k in (*_RELIED_ON, *_READ_HERE) if k.startswith(name)), key=len, default=name)
-        if taken in _RELIED_ON:
+        if taken in _WITHOUT_ANSWER:
+            yield f"slurm.sbatch.{name}: submit needs the id of the job from sbatch, and at once: remove it (=null)"
+        elif taken in _RELIED_ON:
             use = f"use {_INSTEAD[taken]}" if taken in _INSTEAD else "the batch script relies on it; remove it"
             yield f"slurm.sbatch.{name}: --{taken} is set by submit; {use}"
         elif taken != name:

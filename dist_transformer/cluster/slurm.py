@@ -180,8 +180,9 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
         SlurmError: with srun's own message, when no line came.
     """
     full = step_beside_ranks(num_nodes, [f"--jobid={_checked(job_id)}", *command])
+    kept = {name: value for name, value in _asking_environment().items() if name != "SLURM_JWT"}  # srun takes none
     try:
-        return _call(full, {**_asking_environment(), **environment}, STACKS_SECONDS).splitlines()
+        return _call(full, {**kept, **environment}, STACKS_SECONDS).splitlines()
     except _PartOfAnAnswer as error:
         if not error.lines:
             raise

@@ -14,7 +14,7 @@ from dist_transformer.cluster.checks import busy_problems, sbatch_problems, subm
 from dist_transformer.cluster.jobs import Job, job_of, script_name
 from dist_transformer.cluster.rollback import rolled_back_if_refused
 from dist_transformer.cluster.script import needed_folders, render_script
-from dist_transformer.cluster.slurm import SlurmError, submit_script
+from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, submit_script
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
 from dist_transformer.errors import ConfigError
@@ -150,7 +150,8 @@ def _submit_first(submission: Submission) -> str:
 def _submit_next(job: Job, after: Sequence[str], ids: Mapping[str, str]) -> str:
     try:
         return submit_script(job.sbatch_arguments(after))
-    except SlurmError as error:
+    except (SlurmError, PerhapsSubmitted) as error:
         taken = ", ".join(f"{job_id} ({stage})" for stage, job_id in ids.items())
         back = f"to take it back: scancel {' '.join(ids.values())}"
-        raise SlurmError(f"{error}\n  {REFUSED}\n  already submitted: {taken}; {back}") from error
+        kind, refused = (SlurmError, f"\n  {REFUSED}") if isinstance(error, SlurmError) else (PerhapsSubmitted, "")
+        raise kind(f"{error}{refused}\n  already submitted: {taken}; {back}") from error

@@ -109,8 +109,12 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
     files = _fingerprints(paths, record.get("files", {}))
     root = json.dumps(str(pipeline.root))[:-1]  # as paths below it begin in JSON; it may be moved
     text = json.dumps(settings, sort_keys=True).replace(f"{root}/", '"/').replace(f'{root}"', '""')
+    # As the version before counted them: a node that it has made is not made again.
+    former = json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), ""))
+    before_of = record.get("made_of")
+    is_former = isinstance(before_of, dict) and before_of.get("settings") == former
     made_of = {
-        "settings": json_digest(text),
+        "settings": former if is_former else json_digest(text),
         "files": _sums(files),
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,

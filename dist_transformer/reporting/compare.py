@@ -145,6 +145,9 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
             values, hows = [each.get(key) for each in scores], {formatting.evaluation_text(each) for each in known}
             title = f"evaluated: {name} {formatting.measure_name(key)}"
             texts = [measure_text(key, value) for value in values]
+            texts = [
+                "of an earlier model" if name in s.outdated else t for (_, s), t in zip(stories, texts, strict=True)
+            ]
             if len(hows) == 1:
                 title = f"{title} {hows.pop()}".strip()
             else:

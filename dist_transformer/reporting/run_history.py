@@ -288,7 +288,7 @@ def _step_of(name: str) -> int | None:
 def _prepared(run_dir: RunDir, settings: Mapping[str, Any]) -> PreparedCorpus | None:
     if not isinstance(given := settings.get("data.prepared"), str):
         return None
-    path = run_dir.prepared(settings.get("run.root"), given)
+    path = run_dir.prepared(given)
     picture, manifest = path / "lengths.png", read_record(path / "manifest.json")
     source, target = (manifest.get(f"{side}_vocabulary") for side in ("source", "target"))
     models: Record = manifest["tokenizer"] if isinstance(manifest.get("tokenizer"), dict) else {}

@@ -1,13 +1,25 @@
 """The scores that `evaluate` keeps in a run folder."""
 
 from contextlib import suppress
+from pathlib import Path
 
 from dist_transformer.files import file_sha256
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import Record, read_record
 
-OF_MODEL = "model_sha256"
-"""The entry of a file in evaluation/ that identifies the weights file of the model that was scored."""
+OF_MODEL, OF_FILE = "model_sha256", "model_file"
+"""Entries of a file in evaluation/ that identify the weights file of the model that was scored: its SHA-256; its size and
+modification time, which spare the reading of a file that is still the same."""
+
+
+def entries_of(weights: Path) -> dict[str, str]:
+    """Returns the entries for this weights file."""
+    return {OF_FILE: _stamp(weights), OF_MODEL: file_sha256(weights)}
+
+
+def _stamp(weights: Path) -> str:
+    found = weights.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def evaluations_of(run_dir: RunDir) -> tuple[dict[str, Record], list[str]]:
@@ -15,9 +27,10 @@ def evaluations_of(run_dir: RunDir) -> tuple[dict[str, Record], list[str]]:
 
     Scores of a version that did not record their model are returned as they are, and so are all where model/ is gone.
     """
-    found, now = {path.stem: read_record(path) for path in sorted(run_dir.evaluation.glob("*.json"))}, None
-    if any(OF_MODEL in scores for scores in found.values()):
-        with suppress(OSError):
-            now = file_sha256(run_dir.model / "model.safetensors")
-    others = [name for name, scores in found.items() if now is not None and scores.get(OF_MODEL, now) != now]
+    found = {path.stem: read_record(path) for path in sorted(run_dir.evaluation.glob("*.json"))}
+    weights, others = run_dir.model / "model.safetensors", list[str]()
+    with suppress(OSError):
+        now = _stamp(weights)
+        unsure = [name for name, scores in found.items() if OF_MODEL in scores and scores.get(OF_FILE) != now]
+        others = [name for name in unsure if found[name][OF_MODEL] != file_sha256(weights)]
     return {name: scores for name, scores in found.items() if name not in others}, others

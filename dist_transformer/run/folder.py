@@ -88,11 +88,11 @@ class RunDir:
         names = {at.place.partition("/")[0] for at in vars(RunDir).values() if isinstance(at, _At)}
         return [self.path / name for name in sorted(names)]
 
-    def prepared(self, root: Any, given: str) -> Path:
-        """The prepared corpus `given`; that beside the run folder if it was kept in `root`, the run's own, and moved with it."""
+    def prepared(self, given: str) -> Path:
+        """The prepared corpus `given`; if it is gone from a folder of runs, that beside the run folder, which moved with it."""
         moved = self.path.absolute().parent / "prepared" / Path(given).name
-        is_moved = Path(given).parent == Path(str(root)) / "prepared" and (moved / "manifest.json").is_file()
-        return moved if is_moved else Path(given)
+        is_gone = Path(given).parent.name == "prepared" and not (Path(given) / "manifest.json").is_file()
+        return moved if is_gone and (moved / "manifest.json").is_file() else Path(given)
 
     def config_until(self, step: int) -> Path:
         """The configuration of the starts up to this step, from which a later start resumed with another one."""

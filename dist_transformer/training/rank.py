@@ -68,7 +68,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
             log.warning("precision  %s", warning)
         code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
     except UserError as error:
-        _note_failure(run_dir, ranks, str(error))
+        _note_failure(run_dir, ranks, str(error), is_refusal=True)
         raise
     except OSError as error:
         message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is back"
@@ -175,9 +175,11 @@ def _default_threads(ranks: Ranks) -> int:
     return (int(given) if given.isdecimal() else 0) or threads_per_rank(ranks.ranks_per_node)
 
 
-def _note_failure(run_dir: RunDir, ranks: Ranks, message: str, reason: str = "") -> None:
-    """Records a failure in train.log, and in run.json unless the run has finished, if the disk takes it; other ranks print
-    theirs themselves. `reason`: the message in one line."""
+def _note_failure(run_dir: RunDir, ranks: Ranks, message: str, reason: str = "", is_refusal: bool = False) -> None:
+    """Records a failure in train.log and run.json, if the disk takes it; other ranks print theirs themselves.
+
+    `reason`: the message in one line. `is_refusal`: of the start, after which a run that has finished is still finished.
+    """
     reason = reason or " ".join(message.split())
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
@@ -186,7 +188,7 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str, reason: str = "")
         if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
         before = read_record(run_dir.state)
-        if before.get("state") != "finished":
+        if not is_refusal or before.get("state") != "finished":
             note(run_dir, ranks, "failed", reason=reason)
         elif ranks.is_rank_zero:
             add_to_history(run_dir, "failed start", before.get("step", 0), {"reason": without_secrets(reason)})

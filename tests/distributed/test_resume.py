@@ -156,6 +156,15 @@ def test_a_moved_folder_of_runs_goes_on_without_its_text_by_the_prepared_corpus_
     command("report", new / "small")
     assert "is not there" not in (new / "small" / "report.html").read_text(encoding="utf-8")
     assert not old.exists()
+    new.rename(tmp_path / "again")
+    command("train", tmp_path / "again" / "small", "training.max_steps=7")
+    (tmp_path / "again").rename(old)
+    (tmp_path / "link").symlink_to(old)
+    command("train", tmp_path / "link" / "small", "training.max_steps=8")
+    (tmp_path / "link").unlink()
+    command("train", old / "small", "training.max_steps=9")
+    assert [r["step"] for r in records(old / "small")] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "old"]
 
 
 def test_a_lowered_end_ends_the_run(train_small):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from running import records, wait_for_step
+from running import records, wait_for_step, with_constants
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +83,14 @@ def test_a_run_that_has_finished_stays_so_when_a_start_is_refused(command, train
     assert refused["step"] == 6
     assert "model.d_ff: 64 -> 128" in refused["reason"]
     assert f"failed: {refused['reason'][:20]}" in (trained / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_run_that_has_finished_and_crashes_at_a_longer_start_has_failed(command, train_small):
+    run = train_small("crashed")
+    broken = with_constants({"training.trainer.dry_run": None})
+    said = command("train", "small.yaml", "run.name=crashed", "training.max_steps=9", code=1, **broken)
+    assert "'NoneType' object is not callable" in said
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["state"] == "failed"
 
 
 def test_changed_data_order_is_refused_with_what_changed(command, trained):

@@ -124,6 +124,8 @@ def test_scores_of_a_model_that_was_replaced_since_are_shown_nowhere(command, co
     old = shutil.copytree(copied, tmp_path / "old")
     scores = read_json(old / "evaluation" / "test.json")
     assert Run(old).scores() == {"test": scores}
+    os.utime(old / "model" / "model.safetensors")
+    assert Run(old).scores() == {"test": scores}
     command("average", copied, "--last", 1)
     command("report", copied)
     page = page_of(copied / "report.html").text
@@ -133,7 +135,7 @@ def test_scores_of_a_model_that_was_replaced_since_are_shown_nowhere(command, co
     assert Run(copied).scores() == {}
     lines = [line.split("\t") for line in command("compare", old, copied).splitlines()]
     assert [line[1:] for line in lines if line[0].startswith("evaluated: test BLEU")] == [
-        [f"{scores['bleu']:.2f}", "-"]
+        [f"{scores['bleu']:.2f}", "of an earlier model"]
     ]
     write_json(copied / "evaluation" / "test.json", {key: scores[key] for key in scores if key != OF_MODEL})
     assert Run(copied).scores()["test"]["bleu"] == scores["bleu"]  # of a version that did not record the model

@@ -254,6 +254,7 @@ def test_ids_of_jobs_from_python_are_checked_before_sbatch_is_called(
     with pytest.raises(UserError, match="after: expected ids of jobs, each a text"):
         dist_transformer.submit(config, after=after)
     assert fake_slurm.calls == []
+    assert read_job_ids({"12": 1}.keys()) == read_job_ids(iter(["12"])) == ("12",)
 
 
 def test_stages_of_a_pipeline_are_refused_and_a_run_is_asked_for(tmp_path: Path) -> None:

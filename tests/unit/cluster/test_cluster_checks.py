@@ -195,7 +195,7 @@ def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
         ("dependency", "dependency", "use submit --after"),
         *(
             (name, name, "the batch script relies on it; remove it")
-            for name in ("requeue", "open-mode", "output", "chdir", "wait", "quiet", "test-only")
+            for name in ("requeue", "open-mode", "output", "chdir")
         ),
     ],
 )
@@ -203,6 +203,13 @@ def test_an_option_that_submit_sets_is_refused_with_what_says_it(
     run_dir: RunDir, name: str, option: str, instead: str
 ) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == [f"slurm.sbatch.{name}: --{option} is set by submit; {instead}"]
+
+
+@pytest.mark.parametrize("name", ["wait", "quiet", "test-only", "test"])
+def test_an_option_without_an_answer_at_once_is_refused_unless_it_is_off(run_dir: RunDir, name: str) -> None:
+    needed = "submit needs the id of the job from sbatch, and at once: remove it (=null)"
+    assert _problems(run_dir, sbatch={name: True}) == [f"slurm.sbatch.{name}: {needed}"]
+    assert _problems(run_dir, sbatch={name: None}) == _problems(run_dir, sbatch={name: False}) == []
 
 
 @pytest.mark.parametrize(("name", "option"), [("exclud", "exclude"), ("gre", "gres")])

@@ -9,7 +9,7 @@ from cluster_helpers import FakeSlurm, config_of
 from fake_slurm import job_line
 
 from dist_transformer import files
-from dist_transformer.cluster.slurm import SlurmError, clean_environment
+from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, clean_environment, list_jobs, run_on_each_node
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.slurm_schema import STAGES
 from dist_transformer.errors import ConfigError, MachineError
@@ -178,6 +178,23 @@ def test_what_was_submitted_before_sbatch_refused_is_told_and_noted(run_dir: Run
     with pytest.raises(SlurmError, match=r"already submitted: 4711 \(prepare\), 4712 \(train\); .*: scancel 4711 4712"):
         submit(_plan(run_dir, *STAGES))
     assert read_json(run_dir.job)["stages"] == {"prepare": "4711", "train": "4712"}
+
+
+def test_a_token_of_the_user_goes_to_the_controller_and_not_to_srun(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JWT", "token")
+    for program in ("srun", "squeue"):
+        fake_slurm.program(program, f'echo "{program} ${{SLURM_JWT-none}}"')
+    assert run_on_each_node("1", 1, ["true"], {}) == ["srun none"]
+    assert list_jobs(["1"], "%i") == ["squeue token"]
+
+
+def test_what_was_submitted_before_sbatch_gave_no_answer_is_told_too(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
+    (fake_slurm.folder / "real").write_text((fake_slurm.folder / "sbatch").read_text())
+    fake_slurm.program("sbatch", '[[ "$*" != *average* ]] || exit 0; . "$(dirname "$0")/real"')
+    with pytest.raises(PerhapsSubmitted, match=r"expected a job id; [^\0]*already submitted: 4711 \(prepare\), 4712"):
+        submit(_plan(run_dir, *STAGES))
 
 
 # -------------------------------------------------------------------------------------------------------- submitting
