@@ -134,10 +134,12 @@ def call(plugin: Plugin, function: Callable[[], T]) -> T:
 
 def error_of(plugin: Plugin, error: BaseException) -> UserError:
     """Returns the message on an error that the user's code has raised, with its file and line."""
-    lines = [line for file, line, *_ in traceback.extract_tb(error.__traceback__) if file == str(plugin.file)]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else 0)
+    frames = [(file, line) for file, line, *_ in traceback.extract_tb(error.__traceback__)]
+    own = [line for file, line in frames if file == str(plugin.file)]
+    line = getattr(error, "lineno", None) or (own[-1] if own else None)
+    where = f"line {line}" if line else "{}, line {}".format(*frames[-1])  # code that it has from elsewhere
     return UserError(
-        f"{plugin.key}: {plugin.name} of {plugin.file}, line {line}: {type(error).__name__}: {error}; mend the plug-in"
+        f"{plugin.key}: {plugin.name} of {plugin.file}, {where}: {type(error).__name__}: {error}; mend the plug-in"
     )
 
 

@@ -129,6 +129,7 @@ class build(torch.nn.Module):
         ("import nowhere\ndef build(): ...\n", "line 1: ModuleNotFoundError"),
         (FORWARD.format("self.part(target.float())"), "build of {file}, line 6: RuntimeError: mat1 and mat2"),
         (FORWARD.format("exit(3)"), "build of {file}, line 6: SystemExit: 3; mend the plug-in"),
+        (FORWARD.format("self.part").replace("def forward", "def unused"), "module.py, line"),
         (FORWARD.format("(source, target)"), "build of {file}: forward returned tuple, expected a tensor of shape ("),
         (FORWARD.format("self.part.weight"), "build of {file}: forward returned a tensor of shape (3, 3), expected"),
     ],

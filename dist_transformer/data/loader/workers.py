@@ -205,6 +205,7 @@ def _serve(builder: WindowBuilder, socket: Connection) -> None:
             except UserError as error:
                 built = error
             socket.send((request, built))
+            del built  # else it would be held beside the next one
 
 
 def _print_stacks(processes: Sequence[_LoaderProcess]) -> None:

@@ -2,22 +2,15 @@
 
 import fsspec
 import pytest
-from web_server import web_server
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.data.sources import retries
 from dist_transformer.data.sources.cached_text import kept_pairs, texts_to_keep
 from dist_transformer.errors import DataError
-from dist_transformer.files import read_json, write_json
 
 TEXT = {"a.en": "one\ntwo\n\nfour\n", "a.de": "eins\nzwei\ndrei\nvier\n"}
 ROW = (["one", "two", "", "four"], ["eins", "zwei", "drei", "vier"])
-
-
-@pytest.fixture(autouse=True)
-def one_attempt(monkeypatch):
-    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
 
 
 @pytest.fixture
@@ -34,7 +27,8 @@ def data_of(root, **settings):
     return corpus, DataConfig(root=str(root), train=corpus, **settings)
 
 
-def test_a_corpus_at_an_address_is_read_once_and_then_from_its_copy(elsewhere, tmp_path):
+def test_a_corpus_at_an_address_is_read_once_and_then_from_its_copy(elsewhere, tmp_path, monkeypatch):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
     corpus, data = data_of("memory://kept")
     assert kept_pairs(corpus, data, None, tmp_path) == ROW
     assert kept_pairs(corpus, data, 2, tmp_path) == tuple(side[:2] for side in ROW)
@@ -43,27 +37,6 @@ def test_a_corpus_at_an_address_is_read_once_and_then_from_its_copy(elsewhere, t
     for other, most in ((data, 3), (data_of("memory://kept", normalization="NFKC")[1], None)):
         with pytest.raises(DataError, match=r"a\.de"):
             kept_pairs(corpus, other, most, tmp_path)
-
-
-def test_text_that_changed_at_its_address_is_read_anew_and_kept_for_when_the_server_is_gone(tmp_path):
-    (folder := tmp_path / "web").mkdir()
-    prepared = tmp_path / "prepared"
-    with web_server(folder) as server:
-        for name, text in TEXT.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        corpus, data = data_of(server.address)
-        assert kept_pairs(corpus, data, None, prepared) == ROW
-        [copy] = prepared.rglob("*.json")
-        before = read_json(copy)
-        assert kept_pairs(corpus, data, None, prepared) == ROW
-        (folder / "a.en").write_text(TEXT["a.en"].replace("two", "2"), encoding="utf-8")
-        changed = (["one", "2", "", "four"], ROW[1])
-        assert kept_pairs(corpus, data, None, prepared) == changed
-        write_json(copy, {side: before[side] for side in ("source", "target")})  # as the version before wrote it
-        assert kept_pairs(corpus, data, None, prepared) == changed
-    assert kept_pairs(corpus, data, None, prepared) == changed
-    write_json(copy, {side: before[side] for side in ("source", "target")})
-    assert kept_pairs(corpus, data, None, prepared) == ROW
 
 
 def test_a_damaged_copy_is_read_anew(elsewhere, tmp_path):
