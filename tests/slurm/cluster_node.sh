@@ -55,8 +55,9 @@ kill_node() {
   local pid start i
   is_alive "$file" || return 0
   read -r pid start < "$file"
-  # Children first, a few times: job steps detach themselves while their parent goes.
-  for i in 1 2 3; do kill -KILL $(descendants "$pid") 2>/dev/null || :; done
+  # All stop before the first one ends, which another could notice and record. Children first, a few times: job steps detach
+  # themselves while their parent goes.
+  for i in STOP STOP STOP KILL KILL KILL; do kill "-$i" $(descendants "$pid") 2>/dev/null || :; done
   kill -KILL "$pid" 2>/dev/null || :
   wait_for 5 has_ended "$file"
   [ "$MODE" != netns ] || ip link del "$TAG-$node" 2>/dev/null || :
