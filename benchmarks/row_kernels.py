@@ -96,24 +96,8 @@ def backward(  # type: ignore[no-untyped-def]
                 i = first + tl.arange(0, BLOCK)
                 query = _tile(q, q_start, num_q, q_stride, head, i, d, SIZE)
                 weights, of_scores, gradient = _gradient_of_scores(
-                    o,
-                    do,
-                    logs,
-                    query,
-                    key,
-                    value,
-                    i,
-                    j,
-                    d,
-                    q_start,
-                    num_q,
-                    num_k,
-                    o_stride,
-                    head,
-                    scale,
-                    CAUSAL,
-                    SIZE,
-                )
+                    o, do, logs, query, key, value, i, j, d, q_start, num_q, num_k, o_stride, head, scale, CAUSAL, SIZE,
+                )  # fmt: skip
                 of_value += tl.dot(tl.trans(weights.to(gradient.dtype)), gradient)
                 of_key += tl.dot(tl.trans(of_scores.to(query.dtype)), query)
             _store(dk, of_key, k_start, num_k, k_stride, head, j, d, SIZE)
@@ -130,23 +114,7 @@ def backward(  # type: ignore[no-untyped-def]
                 key = _tile(k, k_start, num_k, k_stride, head, j, d, SIZE)
                 value = _tile(v, k_start, num_k, v_stride, head, j, d, SIZE)
                 _, of_scores, _ = _gradient_of_scores(
-                    o,
-                    do,
-                    logs,
-                    query,
-                    key,
-                    value,
-                    i,
-                    j,
-                    d,
-                    q_start,
-                    num_q,
-                    num_k,
-                    o_stride,
-                    head,
-                    scale,
-                    CAUSAL,
-                    SIZE,
-                )
+                    o, do, logs, query, key, value, i, j, d, q_start, num_q, num_k, o_stride, head, scale, CAUSAL, SIZE,
+                )  # fmt: skip
                 of_query += tl.dot(of_scores.to(key.dtype), key)
             _store(dq, of_query, q_start, num_q, q_stride, head, i, d, SIZE)

@@ -108,13 +108,13 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
     settings, paths = _what_goes_in(pipeline, name)
     files = _fingerprints(paths, record.get("files", {}))
     root = json.dumps(str(pipeline.root))[:-1]  # as paths below it begin in JSON; it may be moved
-    text = json.dumps(settings, sort_keys=True).replace(f"{root}/", '"/').replace(f'{root}"', '""')
+    text = json.dumps(settings, sort_keys=True)
     # As the version before counted them: a node that it has made is not made again.
-    former = json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), ""))
+    former = json_digest(text.replace(str(pipeline.root), ""))
     before_of = record.get("made_of")
     is_former = isinstance(before_of, dict) and before_of.get("settings") == former
     made_of = {
-        "settings": former if is_former else json_digest(text),
+        "settings": former if is_former else json_digest(text.replace(f"{root}/", '"/').replace(f'{root}"', '""')),
         "files": _sums(files),
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,

@@ -32,5 +32,6 @@ def evaluations_of(run_dir: RunDir) -> tuple[dict[str, Record], list[str]]:
     with suppress(OSError):
         now = _stamp(weights)
         unsure = [name for name, scores in found.items() if OF_MODEL in scores and scores.get(OF_FILE) != now]
-        others = [name for name in unsure if found[name][OF_MODEL] != file_sha256(weights)]
+        digest = file_sha256(weights) if unsure else ""
+        others = [name for name in unsure if found[name][OF_MODEL] != digest]
     return {name: scores for name, scores in found.items() if name not in others}, others

@@ -1,15 +1,9 @@
 """Against a real sqlite store, which needs no server."""
 
-import logging
 import math
 import shutil
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -33,9 +27,7 @@ from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import background_shipper, mlflow_client, shipper
-from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.final_status import settle
-from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import DeliveryState, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command
 
@@ -43,15 +35,6 @@ from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, 
 @pytest.fixture
 def client(stored_run_dir: RunDir) -> MlflowClient:
     return MlflowClient(tracking_uri=store_of(stored_run_dir))
-
-
-@pytest.fixture
-def silent_address() -> Iterator[str]:
-    """Connections are opened and nothing is ever answered."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def started(run_dir: RunDir, parameters: dict[str, str] | None = None) -> Tracker:
@@ -218,52 +201,6 @@ def test_another_address_receives_the_whole_history(
     assert curves_on_server(other, run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
 
 
-def test_an_address_that_never_answered_is_not_remembered(
-    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
-    tracker = started(stored_run_dir)
-    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
-    tracker.close("FINISHED")
-    before = stored_run_dir.tracking.read_bytes()
-    with pytest.raises(UserError, match="no server answers"):
-        sync(stored_run_dir, settings_of("http://127.0.0.1:9"), stored_run_dir.path.parent)
-    assert stored_run_dir.tracking.read_bytes() == before
-    sent = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
-    assert (sent.points, sent.events) == (0, 0)
-
-
-def test_a_server_that_is_not_mlflow_is_not_remembered(stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistyped address, where something else takes every request."""
-    answers = dict.fromkeys([b"", b"{}"], "its answers are not those of MLflow")
-    answers |= {b"[]": "not in a valid JSON format", b'{"experiment": 3}': "ParseError: Failed to parse experiment"}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(server.answer)  # type: ignore[attr-defined]
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
-    tracker = started(stored_run_dir)
-    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
-    tracker.close("FINISHED")
-    before = stored_run_dir.tracking.read_bytes()
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for server.answer, told in answers.items():  # type: ignore[attr-defined]
-            with pytest.raises(UserError, match=f"Its answer: .*{told}"):
-                sync(stored_run_dir, settings_of(f"http://127.0.0.1:{server.server_port}"), stored_run_dir.path.parent)
-            assert stored_run_dir.tracking.read_bytes() == before
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     "damage", [{}, {"tags": [], "metrics": {"loss": "x"}, "status": "text", "kept": [1], "path": 5}]
 )
@@ -373,79 +310,6 @@ def test_a_run_that_was_moved_away_from_its_store_stays_with_it(stored_run_dir: 
     assert not (tmp_path / "archive" / "mlflow.db").exists()
 
 
-def test_one_warning_and_one_line_of_relief_for_an_outage(
-    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(background_shipper, "FIRST_WAIT_SECONDS", 0.01)
-    failures = iter(range(4))
-    log_points = TrackedRun.log_points
-
-    def fail_four_times(run: TrackedRun, points: list[Point]) -> None:
-        if next(failures, None) is not None:
-            raise OSError("database is locked")
-        log_points(run, points)
-
-    monkeypatch.setattr(TrackedRun, "log_points", fail_four_times)
-    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
-    tracker = started(stored_run_dir)
-    wait_until(lambda: sent_step(stored_run_dir) == 5)
-    tracker.close("FINISHED")
-    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 2
-    assert "takes no data" in warnings[0]
-    assert "caught up" in warnings[1]
-
-
-def test_a_bug_in_tracking_is_shown_with_its_traceback_and_training_goes_on(
-    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(run: TrackedRun, points: list[Point]) -> None:
-        raise ZeroDivisionError("at http://user:secret@host")
-
-    monkeypatch.setattr(TrackedRun, "log_points", broken)
-    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
-    started(stored_run_dir).close("FINISHED")
-    assert caplog.text.count("ZeroDivisionError: at http://host") == 1
-    assert "track sync" in caplog.text
-
-
-def test_a_silent_server_stops_neither_training_nor_its_end(
-    run_dir: RunDir, silent_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
-    caplog.set_level(logging.DEBUG)
-    uri = f"http://somebody:secret@{silent_address}"
-    tracker = tracker_of(run_dir, uri, close_seconds=1)
-    log = MetricsLog(run_dir.metrics)
-    tracker.start({"tracking.uri": uri}, {"uri": uri}, f"tracking:\n  uri: {uri}\n")
-    seconds = []
-    for step in range(1, 201):
-        began = time.perf_counter()
-        log.append("train", step, {"loss": 1.0})
-        save_checkpoint(tracker, run_dir.path, step)
-        seconds.append(time.perf_counter() - began)
-    assert sorted(seconds)[189] < 0.005, "19 of 20 calls are fast; the rest may meet a busy machine"
-    began = time.perf_counter()
-    tracker.close("FAILED")
-    assert time.perf_counter() - began < 2.5
-    assert "track sync" in caplog.text
-    written = [caplog.text, *(path.read_text() for path in run_dir.path.rglob("*") if path.is_file())]
-    assert all("secret" not in text for text in written)
-
-
-def test_sync_reports_the_answer_of_a_server_that_is_not_there(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-        with pytest.raises(UserError) as raised:
-            sync(run_dir, settings_of(f"http://user:secret@{address}"), run_dir.path.parent)
-    assert all(part in str(raised.value) for part in (address, str(run_dir.path), "refused", "run the command again"))
-    assert "secret" not in str(raised.value)
-
-
 def test_the_command_for_the_browser_names_the_store(stored_run_dir: RunDir) -> None:
     assert ui_command(stored_run_dir.path.parent)[-2:] == ["--backend-store-uri", store_of(stored_run_dir)]
 
@@ -485,19 +349,3 @@ def test_runs_that_create_the_same_store_at_the_same_moment_all_arrive(run_dir: 
     assert [process.communicate()[0] for process in processes] == ["4\n"] * 2
     for folder in folders:
         assert curves_on_server(store_of(run_dir), run_id_of(RunDir(folder))) == curves_in_file(RunDir(folder))
-
-
-@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'boto3'"), RuntimeError("no credentials")])
-def test_an_artifact_store_that_takes_nothing_holds_up_neither_the_curves_nor_the_status(
-    stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise error
-
-    monkeypatch.setattr(MlflowClient, "log_text", refuse)
-    train(MetricsLog(stored_run_dir.metrics), range(1, 4))
-    tracker = tracker_of(stored_run_dir, None, close_seconds=5)
-    tracker.start({}, {}, "model: base\n")
-    tracker.close("FINISHED")
-    assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
-    assert client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED"
