@@ -72,6 +72,10 @@ WITHOUT: dict[str, list[Edit]] = {
             "",
         ),
     ],
+    "garbage looked for in imports": [
+        ("processes/launching.py", "    gc.disable()\n", ""),
+        ("processes/launching.py", "        gc.freeze()\n        gc.enable()\n", "        pass\n"),
+    ],
     "ranks not forked": [
         ("training/forked_ranks.py", "    if has_no_gpu and may_fork()", "    if False and may_fork()")
     ],

@@ -13,7 +13,7 @@ from dist_transformer.cli.arguments import Overrides, RunArgument, check_ranks, 
 from dist_transformer.config.schema import Config
 from dist_transformer.processes import stacks
 from dist_transformer.processes.children import forwarding_signals
-from dist_transformer.processes.launching import num_ranks_given
+from dist_transformer.processes.launching import importing, num_ranks_given
 from dist_transformer.processes.stop_request import StopRequest, leave
 from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import address_of
@@ -72,8 +72,9 @@ def _train_as_rank(
     config: Config, run_dir: RunDir, stop: StopRequest, quiet: bool, as_json: bool, profile: bool
 ) -> NoReturn:
     stacks.register()
-    from dist_transformer.training.metrics.console import Terminal
-    from dist_transformer.training.rank import train_rank
+    with importing():
+        from dist_transformer.training.metrics.console import Terminal
+        from dist_transformer.training.rank import train_rank
 
     code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
     sys.stdout.flush()

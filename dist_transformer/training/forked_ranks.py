@@ -13,6 +13,7 @@ from dist_transformer.processes.children import Signals
 from dist_transformer.processes.launching import (
     fork_and_wait,
     fork_local_ranks,
+    importing,
     may_fork,
     start_local_ranks,
     threads_per_rank,
@@ -51,7 +52,8 @@ def _import_training(num_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))  # torch reads it at import
     given = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads at import, which training does not use
-    import dist_transformer.training.engine.engine  # noqa: F401
+    with importing():
+        import dist_transformer.training.engine.engine  # noqa: F401
 
     if given is None:
         del os.environ["OPENBLAS_NUM_THREADS"]

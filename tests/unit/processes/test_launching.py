@@ -1,5 +1,6 @@
 """Ranks on one machine: their places, signals, exit codes. The ranks are tiny stand-ins of a few lines."""
 
+import gc
 import json
 import os
 import signal
@@ -14,7 +15,13 @@ import pytest
 from dist_transformer.errors import UserError
 from dist_transformer.package_data import share_folder
 from dist_transformer.processes.children import forwarding_signals
-from dist_transformer.processes.launching import num_ranks_given, rank_environment, run_program, start_local_ranks
+from dist_transformer.processes.launching import (
+    importing,
+    num_ranks_given,
+    rank_environment,
+    run_program,
+    start_local_ranks,
+)
 
 HEAD = "import os, sys, signal, time, json\nrank = int(os.environ['RANK'])\n"
 
@@ -82,6 +89,17 @@ def test_the_cores_are_shared_unless_the_user_has_decided(monkeypatch: pytest.Mo
     assert rank_environment(0, 20, 1)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert rank_environment(0, 2, 1)["OMP_NUM_THREADS"] == "3"
+
+
+def test_garbage_is_looked_for_neither_while_modules_are_imported_nor_in_them_later() -> None:
+    frozen = gc.get_freeze_count()
+    with importing():
+        assert not gc.isenabled()
+    try:
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_the_requeue_code_of_rank_0_is_the_result_also_when_it_ends_first() -> None:
