@@ -47,8 +47,7 @@ def inspect_command(
             f"--lane {lane}: data.lanes is {config.data.lanes}, so the lanes are 0 to {config.data.lanes - 1}"
         )
     folder, manifest = prepare_with_progress(config)
-    data = open_run_data(config, folder, manifest)
-    seen = batch_of_step(data, run_dir if run.is_dir() else None, step)
+    seen = batch_of_step(open_run_data(config, folder, manifest), run_dir if run.is_dir() else None, step)
     print_batch(seen, manifest)
     print_rows(seen, manifest, load_tokenizer(folder, manifest.tokenizer), lane, rows)
 

@@ -324,8 +324,7 @@ def _report_to_mlflow(config: Config, run_dir: RunDir, found: Scored) -> None:
             return
         for each in (found, *found.modified):
             numbers = {key: value for key, value in each.measured.items() if isinstance(value, float)}
-            event = {"name": each.name, "step": each.step, "metrics": numbers}
-            add_event(run_dir.tracking_events, "evaluation", event)
+            add_event(run_dir.tracking_events, "evaluation", {"name": each.name, "step": each.step, "metrics": numbers})
         problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:
         print(f"not reported to MLflow: {problem}", file=sys.stderr)

@@ -79,8 +79,7 @@ def status_command(file: File, overrides: Overrides = None) -> None:
     jobs: dict[str, str] = {}
     with suppress(SlurmError):
         jobs = _jobs_of(pipeline)
-    rows = status_rows(pipeline, states_of(pipeline), jobs)
-    print(*table(COLUMNS, rows, is_markdown=True), sep="\n")
+    print(*table(COLUMNS, status_rows(pipeline, states_of(pipeline), jobs), is_markdown=True), sep="\n")
 
 
 @app.command("report")

@@ -44,8 +44,7 @@ def fill_from_profile(config: Config) -> Config:
     profile = load_profile(config.slurm.cluster)
     given = config.slurm.model_dump(include=config.slurm.model_fields_set)
     merged = {key: {**profile.get(key, {}), **given.get(key, {})} for key in ("environment", "sbatch", "srun")}
-    filled = SlurmConfig.model_validate({**profile, **given, **merged})
-    return config.model_copy(update={"slurm": filled})
+    return config.model_copy(update={"slurm": SlurmConfig.model_validate({**profile, **given, **merged})})
 
 
 def _find(name_or_path: str) -> Path:

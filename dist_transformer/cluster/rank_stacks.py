@@ -32,8 +32,7 @@ def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
     """
     code = run_dir.snapshot if run_dir.snapshot.is_dir() else Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "dist_transformer.processes.stacks", job.number]
-    environment = {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
-    lines = run_on_each_node(job.number, job.num_nodes, command, environment)
+    lines = run_on_each_node(job.number, job.num_nodes, command, {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"})
     return by_node(host_names(job.nodes), lines)
 
 

@@ -65,8 +65,7 @@ def translate_lines(
         parts = _parts(tokenizer, chunk, num_before, searcher.max_positions, config)
         found: dict[int, list[Translation]] = {}
         for members in token_batches([len(part.source) for part in parts], config):
-            translated = _search(searcher, tokenizer, [parts[member] for member in members])
-            found.update(zip(members, translated, strict=True))
+            found.update(zip(members, _search(searcher, tokenizer, [parts[member] for member in members]), strict=True))
             progress(num_before + len(chunk) * len(found) // len(parts))
         of_lines: list[list[list[Translation]]] = [[] for _ in chunk]
         for index, part in enumerate(parts):

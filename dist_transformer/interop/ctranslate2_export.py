@@ -118,11 +118,10 @@ def _spec(loaded: LoadedModel, longest: int) -> Any:
     specs = import_ctranslate2().specs
     config, model = loaded.config, loaded.model
     activations = specs.Activation
-    activation = {"relu": activations.RELU, "gelu": activations.GELU}.get(config.activation, activations.SWISH)
     of_both: dict[str, Any] = dict(
         num_heads=config.num_heads,
         pre_norm=True,  # creates the entry of a final norm, which post-norm models may have too; set below
-        activation=activation,
+        activation={"relu": activations.RELU, "gelu": activations.GELU}.get(config.activation, activations.SWISH),
         ffn_glu=config.activation == "swiglu",
         rms_norm=config.norm_type == "rms",
         head_dim=head_sizes(config)[0],

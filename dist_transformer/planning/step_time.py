@@ -102,8 +102,7 @@ def with_given_rates(
         rate, whole = Constant(tflops, GIVEN), Constant(1.0, GIVEN)
         hardware = replace(hardware, half_tflops=rate, single_tflops=rate, matmul_share=whole, model_share=whole)
     if all_reduce_gb_per_second is not None:  # the ranks of a node share its network
-        network = Constant(all_reduce_gb_per_second / ranks_per_node, GIVEN)
-        hardware = replace(hardware, network_gb_per_second=network)
+        hardware = replace(hardware, network_gb_per_second=Constant(all_reduce_gb_per_second / ranks_per_node, GIVEN))
     return hardware
 
 

@@ -32,8 +32,7 @@ def matmul_tflops(device: torch.device) -> float:
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     _products_a_second(left, right, REPEAT_SECONDS)
-    rates = [_products_a_second(left, right, REPEAT_SECONDS) for _ in range(REPEATS)]
-    return median(rates) * 2 * size**3 / 1e12
+    return median([_products_a_second(left, right, REPEAT_SECONDS) for _ in range(REPEATS)]) * 2 * size**3 / 1e12
 
 
 def _products_a_second(left: torch.Tensor, right: torch.Tensor, seconds: float) -> float:

@@ -115,8 +115,7 @@ def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
     styles = {run: number for number, (run, _) in enumerate(stories)}
     panels = []
     for name, title, unit, event, key in wanted:
-        curves = {run: _drawn(story.curves, event, key) for run, story in stories}
-        panels += _panel(name, title, unit, curves, styles)
+        panels += _panel(name, title, unit, {run: _drawn(story.curves, event, key) for run, story in stories}, styles)
     return panels
 
 

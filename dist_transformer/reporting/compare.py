@@ -166,8 +166,7 @@ def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
     alike = {place: each[0] for place, each in enumerate(texts) if each and each[1:] == first[1:]}
     if len(alike) > 1 and len(first[0]) <= MOST_LINES:
         baseline, story = stories[min(alike)]
-        values = bleu_p_values([*alike.values()], first[1:], story.languages[1] or "")
-        found = dict(zip(alike, values, strict=True))
+        found = dict(zip(alike, bleu_p_values([*alike.values()], first[1:], story.languages[1] or ""), strict=True))
         cells = [NOTHING if (p := found.get(place)) is None else f"{p:.3f}" for place in range(len(stories))]
         yield Row(f"evaluated: {name} BLEU, p against {baseline} (paired bootstrap)", cells)
 

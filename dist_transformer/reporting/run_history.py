@@ -122,8 +122,7 @@ class RunStory:
 
     @property
     def best(self) -> Best | None:
-        wanted = str(self.settings.get("validation.metric", "loss"))
-        for measure in (wanted, "loss"):
+        for measure in (str(self.settings.get("validation.metric", "loss")), "loss"):
             curve = self.curves.of("validation", measure)
             found = curve.best(measure, self.measured_since) if curve else None
             if found:

@@ -321,8 +321,7 @@ def _run_by_id(client: MlflowClient, run_id: str) -> Any | None:
 
 
 def _run_by_uid(client: MlflowClient, experiment_id: str, run_id: str) -> Any | None:
-    query = f"tags.`{RUN_UID_TAG}` = '{run_id}'"
-    found = client.search_runs([experiment_id], query, run_view_type=ViewType.ALL)
+    found = client.search_runs([experiment_id], f"tags.`{RUN_UID_TAG}` = '{run_id}'", run_view_type=ViewType.ALL)
     return min(found, key=lambda run: (run.info.lifecycle_stage == "deleted", not run.data.metrics), default=None)
 
 

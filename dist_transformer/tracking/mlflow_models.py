@@ -89,8 +89,7 @@ def _log_and_register(run: TrackedRun, model: Model) -> None:
     is_complete = logged is not None and logged.status == "READY"
     version = None
     if is_complete and model.register_as:
-        query = f"name = '{model.register_as}' AND run_id = '{run.run_id}'"
-        found = run.client.search_model_versions(query)
+        found = run.client.search_model_versions(f"name = '{model.register_as}' AND run_id = '{run.run_id}'")
         version = next((each for each in found if each.tags.get(DIGEST_TAG) == model.sha256), None)
     if not is_complete or (model.register_as and version is None):
         with local_files_refused(), pyfunc_folder(model.folder, model.decoding, model.upload) as folder:

@@ -78,8 +78,7 @@ def profiling(
             (transformer, "label_smoothed_cross_entropy", LOSS), (engine.objective, "forward", FORWARD),
         ]  # fmt: skip
         for owner, name, part in (*own, *calls, *_sub_layers(engine.objective)):
-            marked = record_function(PREFIX + part)(getattr(owner, name))
-            marks.enter_context(patch.object(owner, name, marked))
+            marks.enter_context(patch.object(owner, name, record_function(PREFIX + part)(getattr(owner, name))))
         marks.enter_context(group.around_waits(partial(record_function, PREFIX + COMMUNICATION)))
         with recorder.profiler:
             try:
@@ -166,13 +165,12 @@ class _Recorder:
             ]
             for part, one in ((part, found[part]) for part in (*PARTS, STEP) if part in found)
         ]
-        header = ["part", "times a step", "ms a step", "share", *(["GPU ms"] if self._on_gpu else [])]
         return [
             f"rank {ranks.rank} of {ranks.num_ranks}, {ranks.device.type}, {self._run.training.precision}, "
             f"threads {torch.get_num_threads()}; {step.count} steps",
             f"a step takes {1000 * wall:.1f} ms, and {1000 * cpu:.1f} ms of the CPUs; under the profiler, as below, "
             f"{step.cpu_time_total / 1000 / step.count:.1f} ms",
-            *table(header, rows),
+            *table(["part", "times a step", "ms a step", "share", *(["GPU ms"] if self._on_gpu else [])], rows),
         ]
 
 

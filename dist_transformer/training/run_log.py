@@ -64,8 +64,7 @@ class RunLog:
             retention.retain(self._run_dir, self._checkpoints, self._metric)
         self._report(path)
         with _warned_of_disk(path):
-            noted = {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)}
-            write_json(self._run_dir.state, noted)
+            write_json(self._run_dir.state, {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)})
             if (found := goodput_of(self._run_dir, time.time())) is not None:
                 self.metrics.append("goodput", step, found.shares())
 
@@ -101,8 +100,7 @@ class RunLog:
             measures, _ = validation_of(path)
             state = {**read_json(path / STATE), "validation": measures}
             kept = [one.name for one in checkpoints.saved(self._run_dir)]
-            is_best = is_best_so_far(state, self._metric)
-            self.tracker.checkpoint_saved(state["step"], path, measures, is_best, kept)
+            self.tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, self._metric), kept)
 
 
 def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:
@@ -211,8 +209,7 @@ def run_id(run_dir: RunDir) -> str:
     """
     before = {"state": "starting", "starts": 0, "step": 0, **_noted(run_dir)}
     if "run_id" not in before:
-        known = checkpoints.newest_run_id(run_dir)
-        before["run_id"] = known or secrets.token_hex(8)
+        before["run_id"] = checkpoints.newest_run_id(run_dir) or secrets.token_hex(8)
         write_json(run_dir.state, before)
     return str(before["run_id"])
 

@@ -223,8 +223,7 @@ def _loop(
     peak = peak_of(ranks.device, run.training.precision)
     peaks = float(ranks.all_reduce_sum(torch.tensor([peak.flops_per_second], dtype=torch.float64)))
     mfu = partial(mfu_of, config.model, data.manifest.target_vocabulary, peaks)
-    every_steps = config.checkpoints.every_steps
-    bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
+    bar = ProgressBar(config.training.max_steps, state.step, config.checkpoints.every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
     validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)

@@ -239,6 +239,5 @@ def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch
         source = tokens[token:middle].view(shape.rows, -1).long()
         target = tokens[middle:end].view(shape.rows, -1).long()
         target_in = torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
-        rows = row_ids[row : row + shape.rows]
-        yield MicroBatch(lane, shape, source, target_in, target, rows)
+        yield MicroBatch(lane, shape, source, target_in, target, row_ids[row : row + shape.rows])
         token, row = end, row + shape.rows

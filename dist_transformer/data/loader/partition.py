@@ -309,8 +309,7 @@ class _PassOrder:
             begin = int(self._ends[place - 1]) if place else 0
             end = min(last, int(self._ends[place]))
             if end > first:
-                group = int(self._order[place])
-                yield RowSlice(self._corpus, group, first - begin, end - begin, self._number)
+                yield RowSlice(self._corpus, int(self._order[place]), first - begin, end - begin, self._number)
             first, place = end, place + 1
 
 

@@ -47,8 +47,7 @@ class Position:
     @classmethod
     def start(cls, partition: Partition) -> "Position":
         """Returns the position at the start of a segment."""
-        lanes = tuple((0, windows[0].emitted if windows else 0) for windows in partition.open_windows)
-        return cls(partition, lanes)
+        return cls(partition, tuple((0, windows[0].emitted if windows else 0) for windows in partition.open_windows))
 
     def with_quarantined(self, row_groups: Sequence[Quarantined]) -> "Position":
         """Returns this position with more quarantined row groups."""

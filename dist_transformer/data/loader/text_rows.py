@@ -97,8 +97,7 @@ class TextCorpus:
         text, before = text.without(filter_lengths(*lengths, self.cleaner.settings)), text
         kept = np.isin(before.positions, text.positions)
         source, target = (list(compress(side, kept)) for side in (source, target))
-        numbers = row_numbers(table)[text.positions]
-        return TokenRows(numbers, token_column(source), token_column(target), text.counts())
+        return TokenRows(row_numbers(table)[text.positions], token_column(source), token_column(target), text.counts())
 
     def _texts(self, table: pa.Table, name: str) -> pa.ChunkedArray:
         """Returns a text column as bytes: table formats do not check that it is UTF-8."""

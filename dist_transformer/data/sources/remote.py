@@ -195,8 +195,7 @@ def _open_stream(file: str) -> Any:
 
 def _answers_ranges(remote: Any) -> bool:
     """True if any part of a remote file can be requested; only web servers may refuse."""
-    protocol = getattr(getattr(remote, "fs", None), "protocol", ())
-    if "http" not in protocol:
+    if "http" not in getattr(getattr(remote, "fs", None), "protocol", ()):
         return True
     if not remote.size:
         return False

@@ -53,8 +53,7 @@ class Shard:
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Returns views of the shard's elements, by part of the state."""
         state = optimizer.state[self.master] if self.is_trained else {}
-        others = {part: self._of(state[part]) for part in PARTS if part in state}
-        return {"weight": self.weight, **others}
+        return {"weight": self.weight, **{part: self._of(state[part]) for part in PARTS if part in state}}
 
     @property
     def weight(self) -> Tensor:

@@ -46,8 +46,7 @@ def peak_of(device: torch.device, precision: str) -> Peak:
     dtypes = {DTYPES[precision]}
     if device.type == "cpu":
         dtypes.add(torch.float32)  # parts of a step on CPUs are fp32 in any precision, which is faster on many CPUs
-    measured = max(measured_flops(device, dtype, PEAK_SECONDS / len(dtypes)) for dtype in dtypes)
-    return Peak(measured, is_published=False)
+    return Peak(max(measured_flops(device, dtype, PEAK_SECONDS / len(dtypes)) for dtype in dtypes), is_published=False)
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

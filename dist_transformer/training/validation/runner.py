@@ -86,8 +86,7 @@ class Validator:
         return tokens, time.monotonic() - started
 
     def _samples(self, step: int, each: ValidationSet, translated: Translated) -> list[dict[str, Any]]:
-        num_lines = len(translated.translations)
-        fixed, drawn = sample_lines(num_lines, SAMPLES, self._run.config.run.seed, step)
+        fixed, drawn = sample_lines(len(translated.translations), SAMPLES, self._run.config.run.seed, step)
         return [
             {
                 "number": line + 1,

@@ -113,5 +113,4 @@ def _inputs(batches: Sequence[MicroBatch], device: torch.device) -> tuple[torch.
     num_targets = sum(batch.shape.target_tokens for batch in batches)
     if len(batches) == 1:
         return *(part.view_as(side[0]) for part, side in zip(parts, sides, strict=True)), num_targets, None
-    shapes = [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
-    return *parts, num_targets, shapes
+    return *parts, num_targets, [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
