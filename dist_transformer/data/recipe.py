@@ -11,7 +11,7 @@ from dist_transformer.config.data_schema import CorpusConfig, DataConfig, Filter
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.modifiers import inline_tags
-from dist_transformer.data.sources.files import corpus_fingerprint
+from dist_transformer.data.sources.files import corpus_fingerprint, is_text_at_hand
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
 from dist_transformer.errors import DataError
 from dist_transformer.files import file_sha256
@@ -37,6 +37,18 @@ def make_recipe(config: Config) -> dict[str, Any]:
         "validation": corpus_fingerprint(validation, data) if validation else None,
         "held_out": {name: corpus_fingerprint(each, data) for name, each in held_out.items() if name != "validation"},
     }
+
+
+def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
+    """Returns the keys of corpora that the rule held_out is about now, but was not when `recipe` was prepared.
+
+    None if that was before there was the rule; nor those whose text is gone.
+    """
+    if "held_out" not in recipe or not data.holds_out():
+        return []
+    known = [recipe["validation"], *recipe["held_out"].values()]
+    here = {name: corpus for name, corpus in data.held_out_corpora().items() if is_text_at_hand(corpus, data)}
+    return [name for name, corpus in here.items() if corpus_fingerprint(corpus, data) not in known]
 
 
 def recipe_before_rules(recipe: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -167,6 +167,37 @@ def test_a_moved_folder_of_runs_goes_on_without_its_text_by_the_prepared_corpus_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "old"]
 
 
+def test_sets_that_are_added_and_removed_leave_a_run_its_prepared_corpus_and_what_was_not_held_out_is_named(
+    command: Command, tmp_path
+):
+    """Also in a folder of runs that moved. A run without checkpoints gets a corpus of its own, or is refused."""
+    root = tmp_path / "runs"
+    for side in ("en", "de"):
+        lines = (command.folder / f"train.{side}").read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / f"seen.{side}").write_text("".join(lines[:9]), encoding="utf-8")
+    seen = f"{{source: {tmp_path}/seen.en, target: {tmp_path}/seen.de}}"
+    added = (
+        "training.max_steps=6",
+        f"data.more_validation={{seen: {seen}, same: {{source: valid.en, target: valid.de}}}}",
+    )
+    command("train", "small.yaml", f"run.root={root}", "training.max_steps=4")
+    command("train", "small.yaml", f"run.root={root}", *added, "--ranks", 2)
+    said = "data       data.more_validation.seen: not held out of the text"
+    assert (root / "small" / "train.log").read_text(encoding="utf-8").count(said) == 1
+    assert [r["step"] for r in records(root / "small")] == [1, 2, 3, 4, 5, 6]
+    root.rename(tmp_path / "moved")
+    run = tmp_path / "moved" / "small"
+    command("train", run, "training.max_steps=7", f"data.test={seen}")
+    assert f"data.test, {said[11:]}" in (run / "train.log").read_text(encoding="utf-8")
+    command("train", "small.yaml", f"run.root={run.parent}", "training.max_steps=8")
+    assert (run / "train.log").read_text(encoding="utf-8").count(": not held out") == 2
+    [prepared] = (run.parent / "prepared").iterdir()
+    command("train", "small.yaml", f"run.root={run.parent}", "run.name=new", *added)
+    assert len([*prepared.parent.iterdir()]) == 2
+    other = f"data.prepared={prepared}"
+    assert "held_out.more_validation.seen" in command("train", "small.yaml", "run.name=third", other, *added, code=2)
+
+
 def test_a_lowered_end_ends_the_run(train_small):
     train_small("lowered", "training.max_steps=6")
     assert [r["step"] for r in records(train_small("lowered", "training.max_steps=4"))] == [1, 2, 3, 4, 5, 6]

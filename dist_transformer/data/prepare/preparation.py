@@ -24,6 +24,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import (
     MANIFEST_NAME,
@@ -50,7 +51,11 @@ from dist_transformer.data.recipe import (
     refuse_other_recipe,
 )
 from dist_transformer.data.sources.files import is_text_at_hand
+from dist_transformer.errors import DataError
+from dist_transformer.run.attempts import newest_checkpoint
+from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
+from dist_transformer.run.records import read_record
 
 FOLDER_DIGITS = 16
 LOCK_NAME = ".prepare.lock"
@@ -102,14 +107,27 @@ def prepare(
 def prepared_folder(config: Config) -> Path:
     """Returns `data.prepared`, or a folder in `run.root` named by the recipe's digest; DataError for a missing file.
 
-    The path is absolute: pyarrow takes `exp:1/corpus` for an address.
+    A run that has checkpoints keeps its folder, whatever is held out now. The path is absolute: pyarrow takes
+    `exp:1/corpus` for an address.
     """
     if config.data.prepared is not None:
         return Path(config.data.prepared).absolute()
+    of_run = _corpus_of_run(config, Path(config.run.root))
+    with suppress(DataError):  # it was prepared otherwise
+        if of_run is not None and _complete_manifest(config, of_run):
+            return of_run
     recipe = make_recipe(config)
     digests = (json_digest(each)[:FOLDER_DIGITS] for each in (recipe, recipe_before_rules(recipe, config)))
     folder, older = (Path(config.run.root).absolute() / "prepared" / digest for digest in digests)
     return older if (older / MANIFEST_NAME).is_file() and not folder.exists() else folder
+
+
+def _corpus_of_run(config: Config, root: Path) -> Path | None:
+    """Returns the prepared corpus of the newest checkpoint that the run has in this run.root; None without one."""
+    run_dir = RunDir(root.absolute() / config.run.name)
+    state = run_dir.checkpoints / (newest_checkpoint(run_dir) or "") / "state.json"
+    given = flatten(read_record(state)).get("settings.data.prepared")
+    return run_dir.prepared(given) if isinstance(given, str) else None
 
 
 def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
@@ -123,6 +141,9 @@ def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
         recipe = recipe_before_rules(recipe, config)
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
         recipe = recipe_without_modifiers(recipe)
+    roots = (Path(config.run.root), folder.parent.parent)  # the latter: the run was moved with its corpus
+    if any(_corpus_of_run(config, root) == folder for root in roots):
+        recipe.pop("held_out", None)
     refuse_other_recipe(folder, manifest.recipe, recipe)
     _clear_away(folder / WORK_FOLDER)  # the process that completed it was killed
     return manifest
