@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.metrics import is_lower_better, measured_with
 from dist_transformer.config.schema import CheckpointConfig
+from dist_transformer.files import patiently, read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import delete, saved, step_of
-from dist_transformer.training.checkpoint.tensor_files import validation_of
+from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
 from dist_transformer.training.divergence import PATIENCE_STEPS
 
 JUDGED_LATE_STEPS = 3
@@ -17,9 +19,13 @@ JUDGED_LATE_STEPS = 3
 
 
 def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
-    """Returns the newest checkpoint and those of every `every_steps` steps, oldest first, as in a run without stops."""
+    """Returns the newest checkpoint and the regular ones, oldest first, as in a run without stops.
+
+    Regular are those of every `checkpoints.every_steps` steps of the start that saved them; of `every_steps`, if they do not
+    know it.
+    """
     paths = [path for path in saved(run_dir) if step_of(path) > 0]
-    return [path for path in paths if step_of(path) % every_steps == 0 or path == paths[-1]]
+    return [path for path in paths if path == paths[-1] or _is_due(path, "every_steps", every_steps)]
 
 
 def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
@@ -27,9 +33,7 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
 
     Fewer if fewer have the metric. Only those that measured it with the settings of the newest one are compared.
     """
-    known = {path: found for path in paths if (found := _validated(path, metric)) is not None}
-    kinds = [kind for _, kind in known.values() if kind is not None]
-    values = {path: value for path, (value, kind) in known.items() if kind is None or kind == kinds[-1]}
+    values = _measured_as_the_newest(paths, metric)
     sign = 1 if is_lower_better(metric) else -1
     return sorted(sorted(values, key=lambda path: (sign * values[path], step_of(path)))[:count], key=step_of)
 
@@ -38,22 +42,46 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
     """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit).
 
     Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
-    PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
-    `keep_best` that are best by `metric`; those of every `keep_every_steps` steps.
+    PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of the regular ones the `keep_best` that are best
+    by `metric`, and while fewer were measured as the newest one the best that were measured otherwise; those of every
+    `keep_every_steps` steps, now or when they were saved.
     """
     if not (paths := saved(run_dir)):
         return
-    kept = {paths[-1], *regular(run_dir, settings.every_steps)[-settings.keep_last :]}
+    of_regular_steps = regular(run_dir, settings.every_steps)
+    kept = {paths[-1], *of_regular_steps[-settings.keep_last :]}
     judged = step_of(paths[-1]) - PATIENCE_STEPS - JUDGED_LATE_STEPS
     kept |= {*[path for path in paths if step_of(path) < judged][-1:]}
-    if settings.keep_best:  # without checkpoints of stops: one must not replace another that a run without stops keeps
-        of_regular_steps = [path for path in paths if step_of(path) % settings.every_steps == 0]
-        kept |= set(best(of_regular_steps, settings.keep_best, metric))
-    if settings.keep_every_steps:
-        kept |= {path for path in paths if step_of(path) > 0 and step_of(path) % settings.keep_every_steps == 0}
+    # Without checkpoints of stops: one must not replace another that a run without stops keeps.
+    rest = [path for path in of_regular_steps if _is_due(path, "every_steps", settings.every_steps)]
+    missing = settings.keep_best
+    while missing > 0 and (measured := _measured_as_the_newest(rest, metric)):
+        kept |= {*best(rest, settings.keep_best, metric)}
+        missing -= len(measured)
+        rest = [path for path in rest if path not in measured]
+    every = settings.keep_every_steps or 0
+    kept |= {
+        path for path in paths if _is_due(path, "keep_every_steps", every) or (every and step_of(path) % every == 0)
+    }
     for path in paths:
         if path not in kept:
             delete(path)
+
+
+def _is_due(path: Path, key: str, otherwise: int) -> bool:
+    """True if the step is a multiple of a setting of `checkpoints` of the start that saved it; where none is known of
+    `otherwise` (0: of none)."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        state = patiently(path / STATE, lambda: read_json(path / STATE))
+        otherwise = int(state["settings"]["checkpoints"][key]) or otherwise
+    return otherwise > 0 and step_of(path) > 0 and step_of(path) % otherwise == 0
+
+
+def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> dict[Path, float]:
+    """Returns the values of a metric that were measured with the settings of the newest one that has it."""
+    known = {path: found for path in paths if (found := _validated(path, metric)) is not None}
+    kinds = [kind for _, kind in known.values() if kind is not None]
+    return {path: value for path, (value, kind) in known.items() if kind is None or kind == kinds[-1]}
 
 
 def _validated(path: Path, metric: str) -> tuple[float, dict[str, Any] | None] | None:

@@ -281,6 +281,29 @@ def test_those_of_every_so_many_steps_are_kept_for_good(run_dir):
     assert kept(run_dir, keep_every_steps=4) == [4, 8, 12]
 
 
+def of_intervals(every_steps, keep_every_steps=None):
+    intervals = {"every_steps": every_steps, "keep_every_steps": keep_every_steps}
+    return {**with_settings(0.1), "checkpoints": intervals}
+
+
+def test_checkpoints_of_another_interval_stay_the_regular_the_best_and_the_permanent_ones_that_they_were(run_dir):
+    for step in (10, 20, 25, 30, 40, 50, 60):
+        save(run_dir, step, 1, validation={"loss": abs(step - 20.0)}, settings=of_intervals(10, 30))
+    save(run_dir, 65, 1, validation={"loss": 65.0}, settings=of_intervals(13, 130))
+    assert names(retention.regular(run_dir, 13)) == [10, 20, 30, 40, 50, 60, 65]  # 25 was a stop
+    assert kept(run_dir, every_steps=13, keep_last=3, keep_best=2, keep_every_steps=130) == [10, 20, 30, 50, 60, 65]
+    assert kept(run_dir, every_steps=13, keep_last=1, keep_every_steps=50) == [30, 50, 60, 65]
+
+
+def test_the_best_of_another_measurement_stay_until_there_are_as_many_of_the_new_one(run_dir):
+    for step, value in ((2, 9.0), (4, 5.0), (6, 8.0)):
+        save(run_dir, step, 1, validation={"bleu": value}, settings=with_settings(0.1))
+    for step, expected in ((8, [2, 6, 8]), (10, [8, 10])):
+        save(run_dir, step, 1, validation={"bleu": 1.0}, settings=with_settings(0.1, beam=4))
+        assert kept(run_dir, metric="bleu", keep_best=2) == expected
+    assert names(retention.best(checkpoints.saved(run_dir), 2, "bleu")) == [8, 10]
+
+
 def test_what_was_set_aside_counts_for_nothing_and_stays(run_dir):
     a_run(run_dir, dict.fromkeys((2, 4, 6, 8)))
     checkpoints.set_aside(run_dir.checkpoints / "step_00000004", "damaged")
