@@ -27,7 +27,7 @@ class StepLoss:
     target_tokens: int
     loss_sum: float
     is_of_other_text: bool
-    """True for the first step of a mixture with other weights: earlier losses are no measure of it."""
+    """True for the first steps of a mixture with other weights, until all lanes have it: earlier losses are no measure of it."""
 
 
 class Agreement:

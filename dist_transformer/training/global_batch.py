@@ -24,7 +24,8 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import DataError, UserError
 
 TOTALS = (
-    "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "digest",
+    "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "fading",
+    "digest",
 )  # fmt: skip
 """Values summed over the ranks; followed by padded tokens by lane, dropped pairs by rule, pairs by corpus."""
 
@@ -74,6 +75,8 @@ class GlobalBatch:
     """Pairs by rule that were dropped from the windows begun in this step."""
     quarantined: tuple[Quarantined, ...]
     """Row groups of all ranks that were quarantined in the windows begun in this step."""
+    fading_lanes: int
+    """Lanes that still finish a window of the partition before."""
     stop: bool
     is_writing: bool
     """True if some rank still writes a checkpoint."""
@@ -144,6 +147,7 @@ class GlobalBatchPrefetcher:
             pairs_by_corpus=Counter(dict(zip(self._corpora, corpora, strict=True))),
             dropped=Counter({rule: count for rule, count in zip(RULES, rules, strict=True) if count}),
             quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
+            fading_lanes=totals["fading"],
             stop=totals["stop"] > 0,
             is_writing=totals["writing"] > 0,
             loss_sum=from_fixed_point(totals["loss"], totals["not_finite"]),
@@ -163,6 +167,7 @@ class GlobalBatchPrefetcher:
 
     def _count(self, local: LocalStep, status: RankStatus) -> torch.Tensor:
         real = [batch for batch in local.batches if batch is not None]
+        opened, positions = self._loader.partition.open_windows, self._loader.lane_positions()
         padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
         for batch in real:
             padded[batch.lane] = batch.shape.padded_tokens
@@ -177,6 +182,7 @@ class GlobalBatchPrefetcher:
                 int(status.is_writing),
                 *fixed_point(status.loss_sum),
                 int(self._error is not None),
+                sum(window < len(opened[lane]) for lane, (window, _) in positions.items()),
                 0,
                 *padded,
                 *(local.dropped[rule] for rule in RULES),

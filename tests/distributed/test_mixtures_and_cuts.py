@@ -58,6 +58,10 @@ def mixed(train_small: Callable[..., Path]) -> Path:
     return train_small("mixed", *MIXTURE)
 
 
+def state_of(run: Path, step: int) -> dict:
+    return json.loads((run / "checkpoints" / f"step_{step:08d}" / "state.json").read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def sampled(train_small: Callable[..., Path]) -> Path:
     return train_small("sampled", *ON_THE_FLY)
@@ -85,12 +89,31 @@ def test_the_weights_of_a_mixture_change_within_a_window_of_their_step(mixed):
     assert sum(shares[9:]) / len(shares[9:]) == pytest.approx(0.5, abs=0.1)
 
 
+def test_losses_are_forgotten_until_the_last_lane_has_the_new_weights(train_small):
+    """Else those of the old text would be the measure of the new one, which came as a divergence."""
+
+    def is_fading(step: int) -> bool:
+        position = state_of(run, step)["position"]
+        return any(
+            window < len(position["open"].get(str(lane), [])) for lane, (window, _) in enumerate(position["lanes"])
+        )
+
+    settings = (*MIXTURE, "data.window_rows=100", "checkpoints.every_steps=1", "checkpoints.keep_last=99")
+    for stop, ranks in ((7, 2), (STEPS, 1)):
+        run = train_small("faded", *settings, f"training.max_steps={stop}", ranks=ranks)
+    fading, end = [step for step in range(1, STEPS + 1) if is_fading(step)], state_of(run, STEPS)
+    assert fading[0] == 6
+    assert 7 < fading[-1] < STEPS - 1
+    assert end["loss_monitor"]["count"] == STEPS - len(end["losses_to_judge"]) - fading[-1] + 1
+
+
 def test_a_mixture_with_changing_weights_is_the_same_on_other_ranks_with_stops_around_the_change(mixed, train_small):
     for stop, ranks in ((5, 2), (6, 3), (9, 1), (STEPS, 4)):
         steps = f"training.max_steps={stop}"
         run = train_small("mixed-stopped", *MIXTURE, steps, "data.loader_workers=1", ranks=ranks)
     assert batches(run) == batches(mixed)
     assert losses(run) == pytest.approx(losses(mixed), rel=1e-3)
+    assert len({state_of(each, STEPS)["loss_monitor"]["count"] for each in (run, mixed)}) == 1
 
 
 def test_the_shipped_curriculum_over_modified_text_is_the_same_on_other_ranks_with_stops_around_its_stage(train_small):

@@ -13,7 +13,7 @@ SLOW_SECONDS = 0.5
 class SlowLoader:
     """A loader that takes its time, and has nothing."""
 
-    partition = SimpleNamespace(epoch=0)
+    partition = SimpleNamespace(epoch=0, open_windows=((),))
 
     def must_repartition(self, batch: int) -> bool:
         return False

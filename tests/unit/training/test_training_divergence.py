@@ -136,6 +136,16 @@ def test_after_other_data_begin_the_window_is_filled_anew():
         monitor.add(619, 8.0)
 
 
+def test_losses_that_are_not_finite_count_also_while_each_step_begins_anew():
+    monitor = LossMonitor(None)
+    for step in range(PATIENCE - 1):
+        monitor.begin_anew()
+        monitor.add(step, math.nan)
+    monitor.begin_anew()
+    with pytest.raises(Diverged):
+        monitor.add(PATIENCE - 1, math.nan)
+
+
 @given(seed=st.integers(0, 10**6), cut=st.integers(1, 1700), jump=st.integers(1500, 1650))
 @hypothesis_settings(max_examples=25)
 def test_a_resumed_run_decides_as_one_that_never_stopped(seed, cut, jump):
