@@ -97,7 +97,7 @@ class GuidedAlignment:
 def open_lexicon(
     path: Path, reader: RowReader, manifest: Manifest, ranks: Ranks, progress: Callable[[], None]
 ) -> Lexicon:
-    """Returns the lexicon of a run, which the first start makes from the heads of its training corpora (collective)."""
+    """Returns the lexicon in a file, which is made from the heads of the training corpora if it is not there (collective)."""
 
     def make() -> None:
         if not path.is_file():

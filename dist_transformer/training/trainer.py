@@ -71,9 +71,7 @@ def train(run: Run) -> tuple[bool, int]:
     Raises:
         Diverged: on every rank; the checkpoint in flight is complete, and the records are closed.
     """
-    checkpoint = run_on_rank_zero(
-        run.ranks, lambda: checkpoints.newest_complete(run.run_dir, run.run_id), run.doing("checking the checkpoints")
-    )
+    checkpoint = run_on_rank_zero(run.ranks, lambda: _newest(run), run.doing("checking the checkpoints"))
     run = settle_config(run, checkpoint)
     objective = _initial_objective(run)
     origin = _load_initial_weights(run, objective, checkpoint)
@@ -96,6 +94,13 @@ def train(run: Run) -> tuple[bool, int]:
         raise
     finally:
         end.close_alone("FAILED")
+
+
+def _newest(run: Run) -> Checkpoint | None:
+    """Returns the checkpoint to resume from; without one, nothing that a start before made of its corpus is used."""
+    if (checkpoint := checkpoints.newest_complete(run.run_dir, run.run_id)) is None:
+        run.run_dir.lexicon.unlink(missing_ok=True)
+    return checkpoint
 
 
 def settle_config(run: Run, checkpoint: Checkpoint | None) -> Run:

@@ -22,6 +22,17 @@ def test_a_guided_run_is_the_same_on_two_ranks_and_over_a_stop_and_aligns_once(t
     assert records(whole)[0]["loss"] > records(plain)[0]["loss"] + 0.1
 
 
+def test_a_start_after_one_that_ended_before_its_first_checkpoint_aligns_its_own_tokens(command, train_small):
+    (command.folder / "broken.py").write_text("def score(*_): return 0.0\n1 / 0\n", encoding="utf-8")
+    broken = ("validation.translate=true", "validation.plugin=broken.py:score", "tokenizer.vocabulary_size=180")
+    settings = ("training.guided_alignment=0.5", "model.dropout=0", "schedule.warmup_steps=3")
+    run = train_small("guided-broken", *settings, *broken, code=2)
+    of_other_tokens = (run / "lexicon.npz").read_bytes()
+    train_small("guided-broken", *settings)
+    whole = train_small("guided", *settings)
+    assert of_other_tokens != (run / "lexicon.npz").read_bytes() == (whole / "lexicon.npz").read_bytes()
+
+
 def test_no_update_is_lost_where_a_lane_has_no_rows_left_in_an_epoch(train_small):
     trained = records(train_small("guided-epochs", "training.guided_alignment=0.5", "training.max_steps=40"))
     assert trained[-1]["epoch"] > 0
