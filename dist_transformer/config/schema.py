@@ -5,7 +5,7 @@ Each part of the program receives only its own section, frozen. The defaults of 
 `training` are those of Vaswani et al. (2017), "Attention Is All You Need"; descriptions name departures from the paper.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -128,7 +128,9 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """Length of the training, precision, sharding and the training step."""
 
-    max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
+    max_steps: PositiveInt | None = Field(
+        100_000, description="Last step of the run; none, also where max_epochs alone is given: the epochs are its end."
+    )
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
@@ -205,6 +207,12 @@ class TrainingConfig(Section):
     hang_seconds: PositiveInt = Field(
         600, description="No progress for this long ends the rank with stacks in the log."
     )
+
+    @model_validator(mode="after")
+    def _end_by_epochs_alone(self) -> Self:
+        if self.max_epochs is not None and "max_steps" not in self.model_fields_set:
+            self.__dict__["max_steps"] = None  # the section is frozen
+        return self
 
 
 class DivergenceConfig(Section):

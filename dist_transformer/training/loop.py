@@ -101,6 +101,7 @@ class Loop:
             self._run.watchdog.progress(f"waiting for the batch after step {state.step}")
             batch = next_with_pairs(self._receive, lambda: self._batches.start_epoch(self._status()), max_epochs)
             if batch is None:
+                log.info("epochs     training.max_epochs=%d ends the run", max_epochs)
                 break
             if not self._step(batch):
                 continue

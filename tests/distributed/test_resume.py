@@ -198,11 +198,12 @@ def test_sets_that_are_added_and_removed_leave_a_run_its_prepared_corpus_and_wha
     assert "held_out.more_validation.seen" in command("train", "small.yaml", "run.name=third", other, *added, code=2)
 
 
-def test_a_lowered_end_ends_the_run(train_small):
+def test_a_lowered_end_ends_the_run(train_small, command):
     train_small("lowered", "training.max_steps=6")
     assert [r["step"] for r in records(train_small("lowered", "training.max_steps=4"))] == [1, 2, 3, 4, 5, 6]
     end_by_epochs = ("training.max_steps=null", "training.max_epochs=1", "training.log_every_steps=5")
     before = (train_small("epochs", *end_by_epochs) / "metrics.jsonl").read_bytes()
+    assert "training.max_epochs=1 ends the run" in (command.folder / "runs" / "epochs" / "train.log").read_text()
     assert (train_small("epochs", *end_by_epochs) / "metrics.jsonl").read_bytes() == before
 
 

@@ -6,7 +6,9 @@ import pytest
 import yaml
 from config_problems import one_problem_of, problems_of
 
+from dist_transformer.cli.arguments import read_run
 from dist_transformer.config.loading import flatten, load_config, to_yaml, with_absolute_paths
+from dist_transformer.errors import ConfigError
 
 BASE = """\
 run: {name: test}
@@ -48,6 +50,22 @@ def test_the_defaults_are_those_of_the_paper(tmp_path):
         100_000,
     )
     assert (config.decoding.beam_size, config.decoding.length_penalty, config.decoding.max_extra_tokens) == (4, 0.6, 50)
+
+
+def test_epochs_alone_are_the_end_of_a_run_and_a_schedule_with_an_end_of_its_own_needs_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, epochs = write(tmp_path, "data: {train: {demo: train}}"), "training.max_epochs=20"
+    ends = [load_config(own, [*more]).training.max_steps for more in ((epochs,), (epochs, "training.max_steps=7000"))]
+    assert ends == [None, 7000]
+    for schedule in ("cosine", "linear"):
+        ending = [f"schedule.name={schedule}", "optimizer.learning_rate=0.001", epochs]
+        assert f"{schedule} ends at training.max_steps, which is not given" in one_problem_of(own, *ending)
+    of_before = load_config(own, [*ending, "training.max_steps=100000"])  # a run of a version with this default
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    write(tmp_path / "runs" / "run", to_yaml(of_before), "config.yaml")
+    assert read_run(own, ending)[0] == of_before
+    with pytest.raises(ConfigError, match="which is not given"):
+        read_run(tmp_path / "runs" / "run", ["training.max_steps=null"])
 
 
 @pytest.mark.parametrize("text", ["1e-9", "1E-9", "1.0e-9", "0.000000001", "+1e-09"])
