@@ -1,7 +1,7 @@
 """Lines too long to be translated at once: they are cut into parts, whose translations are joined.
 
 A line is cut in two at the end of sentence nearest to its middle, else at a space, else anywhere; and its halves again,
-until each part is short enough. Tags at its beginning (<2de>) are put before every part.
+until each part is short enough. Tags at its beginning (<2de>, >>deu<<, __de__) are put before every part.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from dist_transformer.errors import UserError
 
-TAGS = re.compile(r"(?:<[^<>\s]+>\s+)*")
+TAGS = re.compile(r"(?:(?:<[^<>\s]+>|>>[^<>\s]+<<|__\S+__)\s+)*")
 BREAKS = (
     re.compile(r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+\s+|[。！？｡]+[」』）】”’]*\s*"),  # noqa: RUF001  (these are full stops)
     re.compile(r"\s+"),

@@ -53,10 +53,11 @@ def test_a_line_of_nothing_but_full_stops_is_cut_like_any_other() -> None:
     assert parts == [f"One{line}", f"two{line}'", "three"]
 
 
-def test_the_tags_of_a_line_are_put_before_each_part() -> None:
-    parts = cut_line("<2de> <news> one two three four", num_words, 4)
-    assert parts == ["<2de> <news> one two", "<2de> <news> three four"]
+@pytest.mark.parametrize("tags", ["<2de> <news> ", ">>deu<< <news> ", "__pt-BR__ >>x<< "])
+def test_the_tags_of_a_line_are_put_before_each_part(tags: str) -> None:
+    assert cut_line(f"{tags}one two three four", num_words, 4) == [f"{tags}one two", f"{tags}three four"]
     assert cut_line("one <2de> two", num_words, 2) == ["one", "<2de> two"], "only at its beginning it is a tag"
+    assert cut_line("_" * 200_000, num_characters, 100_000) == ["_" * 100_000] * 2
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
