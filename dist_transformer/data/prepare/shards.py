@@ -4,7 +4,7 @@ Global shuffle: every row gets a random key. A spill file has one chunk of the c
 of a range of keys are adjacent in each of them. A shard is one range, gathered from all spill files and sorted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -86,23 +86,30 @@ def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int)
         )
 
 
-def gather_range(spills: Sequence[Path], index: int, num_ranges: int) -> pa.Table:
-    """Returns the rows of all spill files whose key is in range `index` of `num_ranges`, in order of their keys."""
-    low, high = KEY_LIMIT * index // num_ranges, KEY_LIMIT * (index + 1) // num_ranges
-    rows = pa.concat_tables([_read_range(path, low, high) for path in spills])
-    order = pc.sort_indices(rows, sort_keys=[("key", "ascending"), ("row_id", "ascending")])
-    return rows.take(order).drop_columns(["key"]).combine_chunks()
+def gather_ranges(spills: Sequence[Path], indices: Sequence[int], num_ranges: int) -> Iterator[pa.Table]:
+    """Yields the rows whose key is in a range, in order of their keys, for some neighbouring ones of `num_ranges` ranges.
+
+    A spill file is opened once for all of them. Memory: the rows from the first range to the last one.
+    """
+    bounds = [(KEY_LIMIT * index // num_ranges, KEY_LIMIT * (index + 1) // num_ranges) for index in indices]
+    rows = pa.concat_tables([_read_range(path, bounds[0][0], bounds[-1][1]) for path in spills])
+    for low, high in bounds:
+        own = _in_range(rows, low, high)
+        order = pc.sort_indices(own, sort_keys=[("key", "ascending"), ("row_id", "ascending")])
+        yield own.take(order).drop_columns(["key"]).combine_chunks()
 
 
 def _read_range(path: Path, low: int, high: int) -> pa.Table:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        key_column = file.schema_arrow.get_field_index("key")
         groups = []
         for group in range(file.num_row_groups):
             # The last leaf column of the file is the key; its statistics bound the group.
             statistics = file.metadata.row_group(group).column(file.metadata.num_columns - 1).statistics
             if statistics.min < high and statistics.max >= low:
                 groups.append(group)
-        table = file.read_row_groups(groups)
-    keys = table.column(key_column)
-    return table.filter(pc.and_(pc.greater_equal(keys, low), pc.less(keys, high)))
+        return _in_range(file.read_row_groups(groups), low, high)
+
+
+def _in_range(rows: pa.Table, low: int, high: int) -> pa.Table:
+    keys = rows.column("key")
+    return rows.filter(pc.and_(pc.greater_equal(keys, low), pc.less(keys, high)))

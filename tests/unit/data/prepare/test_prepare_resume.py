@@ -13,7 +13,7 @@ import pytest
 from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
 
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
-from dist_transformer.data.prepare import chunks, preparation
+from dist_transformer.data.prepare import chunks, preparation, shards
 from dist_transformer.data.prepare.claims import WORK_FOLDER, Work
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
@@ -94,6 +94,22 @@ def test_finished_units_are_not_made_again(tmp_path: Path, whole: Manifest, monk
     assert [unit for unit in made if unit.startswith("train-chunk")] == ["train-chunk-00002", "train-chunk-00003"]
 
 
+def test_ranges_are_gathered_together_to_the_same_shards_also_after_a_stop_between_them(
+    tmp_path: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch
+):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    monkeypatch.setattr(chunks, "FEWEST_RUNS", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_record(patch, RECORDS - 2, after=True)  # after the first of three ranges
+        with pytest.raises(Stopped):
+            prepare(config)
+    read, opened = shards._read_range, list[Path]()
+    monkeypatch.setattr(shards, "_read_range", lambda path, *range_: (opened.append(path), read(path, *range_))[1])
+    assert prepare(config) == whole
+    assert len(opened) == len({*opened}) == 4  # each spill file once, for both ranges
+
+
 def test_a_manifest_whose_work_was_not_cleared_away_is_complete(tmp_path: Path, whole: Manifest):
     write_text(tmp_path)
     config = config_of(tmp_path)
@@ -134,7 +150,7 @@ def test_a_stop_request_passes_through_the_training_of_the_tokenizer(tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from dist_transformer.data.prepare import chunks, preparation
+from dist_transformer.data.prepare import chunks, preparation, shards
 from prepare_helpers import config_of
 
 for name, rows in {small!r}.items():
