@@ -6,9 +6,10 @@ A chunk of a training corpus becomes a spill file, a chunk of the validation cor
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
-from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated
+from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
 from dist_transformer.data.prepare.scan import (
     ReportProgress,
     all_corpora,
@@ -39,10 +40,10 @@ CHUNK_ROWS = 512 * BATCH_ROWS
 SHARD_ROWS = 1 << 20
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, both sides: about 120 MB at 1.8 bytes a token."""
-KEYS, REPEATED = "+keys", "repeated"
 RANGES_AT_ONCE, FEWEST_RUNS = 4, 256
 """Most shards that are gathered together, with 1.2 GB of memory (text: 2.3 GB); fewer leave this many runs to share."""
-"""Ending of the name of a corpus in units of keys, and the unit in which they are compared."""
+KEYS, REPEATED = "+keys", "repeated"
+"""Ending of the name of a corpus in units of keys, and the unit in which the results of their comparison are joined."""
 WAIT_SECONDS = 0.5
 """Interval between checks of the progress of other processes."""
 
@@ -80,18 +81,32 @@ class Units:
         """Reads the corpora until every chunk is done, here or elsewhere; DataError if all rows of one are dropped."""
         rules = {name: own for name, each in self._cleaners.items() if (own := each.repetition_rules())}
         self._read_all([f"{name}{KEYS}" for name in rules])
-        while rules and not self.work.is_done(REPEATED):
-            with self.work.claimed(REPEATED) as is_ours:
-                if is_ours:
-                    self._progress(REPEATED, 0, None)
-                    nums_chunks = {name: self.work.result(end_unit(f"{name}{KEYS}")) for name in rules}
-                    files = {name: [self._hash_file(name, n) for n in range(num)] for name, num in nums_chunks.items()}
-                    mark_repeated([(files[name], own) for name, own in rules.items()])
-                    self.work.finish(REPEATED, None)
-            if not is_ours:
-                self._wait()
+        if rules and not self.work.is_done(REPEATED):
+            self._mark_repeated(rules)
         self._read_all([*self._corpora])
         return {name: self._made_chunks(name) for name in self._corpora}
+
+    def _mark_repeated(self, rules: dict[str, dict[str, float]]) -> None:
+        """Compares the pairs until those that repeat others are marked, here or elsewhere."""
+        num_chunks = {name: self.work.result(end_unit(f"{name}{KEYS}")) for name in rules}
+        files = [([self._hash_file(name, n) for n in range(num)], rules[name]) for name, num in num_chunks.items()]
+        comparison = Comparison(files, lambda: self._progress(REPEATED, 0, None))
+        unit = partial(range_unit, f"+{REPEATED}-{comparison.num_parts}")
+        finds: dict[str, Callable[[], None]] = {
+            unit(n): partial(comparison.find, n) for n in range(comparison.num_parts)
+        }
+        while not self.work.is_done(REPEATED):
+            left = {name: find for name, find in finds.items() if not self.work.is_done(name)}
+            made = [self._make(*each) for each in (left or {REPEATED: comparison.mark}).items()]
+            if not any(made):
+                self._wait()
+
+    def _make(self, unit: str, make: Callable[[], Any]) -> bool:
+        """Makes a unit, if it is free."""
+        with self.work.claimed(unit) as is_ours:
+            if is_ours:
+                self.work.finish(unit, make())
+        return is_ours
 
     def _read_all(self, names: list[str]) -> None:
         """Reads until every chunk of these units is done, here or elsewhere."""

@@ -44,9 +44,8 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
         cleaners = {name: Cleaner.of(name, config.data, work) for name in config.data.training_corpora()}
         rules = {name: own for name, each in cleaners.items() if (own := each.repetition_rules())}
         if rules:
-            mark_repeated(
-                [(_save_keys(config, name, cleaners[name], work, progress), own) for name, own in rules.items()]
-            )
+            keys = [(_save_keys(config, name, cleaners[name], work, progress), own) for name, own in rules.items()]
+            mark_repeated(keys, lambda: progress("duplicates", 0, None))
         made = {name: _write(config, name, each, work, progress) for name, each in cleaners.items()}
         (out / REPORT_NAME).unlink(missing_ok=True)
         for path in [path for _, paths in made.values() for path in paths]:

@@ -10,9 +10,7 @@ by datasketch take seven times as long, more than all other rules together.)
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ CANDIDATES = 1 << 18
 Ints = NDArray[np.int64]
 Repeated = dict[str, Ints]
 """Numbers of the rows that repeat others, by rule."""
+Corpora = Sequence[tuple[Sequence[Path], dict[str, float]]]
 
 
 class ChunkKeys:
@@ -47,91 +46,125 @@ class ChunkKeys:
         self._signatures.append(text.signatures)
 
     def save(self, path: Path) -> None:
-        """Writes the files that `mark_repeated` reads."""
+        """Writes the files that `Comparison` reads."""
         save_hashes(_file(path, "rows"), np.concatenate(self._rows))
-        save_hashes(_file(path, "keys"), np.concatenate(self._keys))
+        _save_sorted(path, "keys", np.concatenate(self._keys)[None])
         signatures = [each for each in self._signatures if each.size] or [np.empty((0, SIGNATURE), np.uint8)]
-        save_hashes(_file(path, "bands"), np.ascontiguousarray(np.concatenate(signatures).view(np.uint32).T))
+        bands = np.ascontiguousarray(np.concatenate(signatures).view(np.uint32).T)
+        save_hashes(_file(path, "bands"), bands)
+        _save_sorted(path, "bands", bands)
 
 
 def load_repeated(path: Path, rules: Sequence[str]) -> Repeated:
-    """Reads the rows of a chunk that `mark_repeated` found for some rules."""
+    """Reads the rows of a chunk that `Comparison.mark` wrote for some rules."""
     return {rule: np.array(load_hashes(_file(path, rule))) for rule in rules}
 
 
-def mark_repeated(corpora: Sequence[tuple[Sequence[Path], dict[str, float]]]) -> None:
-    """Finds the rows that each of REPETITION_RULES drops, for `load_repeated`. Memory: a partition of keys, a byte a pair.
+def mark_repeated(corpora: Corpora, progress: Callable[[], None]) -> None:
+    """Finds the rows that each of REPETITION_RULES drops, for `load_repeated`, in this process alone."""
+    comparison = Comparison(corpora, progress)
+    for part in range(comparison.num_parts):
+        comparison.find(part)
+    comparison.mark()
+
+
+class Comparison:
+    """The comparison of the pairs of all chunks, in parts that any processes find, in any order.
 
     Args:
         corpora: paths of the chunks, and thresholds, of each corpus in order; corpora without a rule take no part in it.
+        progress: called for every file that is read, so that a stop request is taken.
     """
-    chunks = [(path, thresholds) for paths, thresholds in corpora for path in paths]
-    begins = [0, *accumulate(len(load_hashes(_file(path, "rows"))) for path, _ in chunks)]
-    marks = np.zeros(begins[-1], np.int8)
-    for number, rule in enumerate(REPETITION_RULES, start=1):
-        own = [
-            (path, begin, limits[rule]) for (path, limits), begin in zip(chunks, begins, strict=False) if rule in limits
-        ]
-        pairs = _Pairs([path for path, _, _ in own], np.array([begin for _, begin, _ in own], np.int64))
-        limits_of_chunks = np.array([limit for _, _, limit in own])
-        for places in (pairs.too_many if rule == "duplicates" else pairs.too_similar)(limits_of_chunks):
-            marks[places[marks[places] == 0]] = number
-        for (path, limits), begin, end in zip(chunks, begins, begins[1:], strict=False):
+
+    def __init__(self, corpora: Corpora, progress: Callable[[], None]) -> None:
+        self._chunks = [(path, thresholds) for paths, thresholds in corpora for path in paths]
+        # A pair's place is its number in the order of the corpora: those of chunk n begin at `_begins[n]`.
+        self._begins = np.cumsum([0, *(len(load_hashes(_file(path, "rows"))) for path, _ in self._chunks)])
+        self._progress = progress
+        self._parts = [part for rule in REPETITION_RULES for part in self._parts_of(rule)]
+        self.num_parts = len(self._parts)
+
+    def find(self, number: int) -> None:
+        """Finds the pairs of a part that repeat others, and writes them to a file. Memory: a partition of keys."""
+        rule = self._parts[number][0]
+        places, firsts = self._alike(*self._parts[number])
+        later = np.flatnonzero(firsts < np.arange(len(places)))
+        limits = np.array([limits.get(rule, 0) for _, limits in self._chunks])[self._chunks_of(places[later])]
+        # Of equal pairs those repeat others of which there are as many as allowed before.
+        values = later - firsts[later] if rule == "duplicates" else self._similarities(places, firsts, later)
+        save_hashes(self._found(number), places[later[values >= limits]])
+
+    def mark(self) -> None:
+        """Writes the files for `load_repeated`, once all parts are found. Memory: a byte a pair."""
+        marks = np.zeros(self._begins[-1], np.int8)
+        for number, (rule, *_) in enumerate(self._parts):
+            places = load_hashes(self._found(number))
+            marks[places[marks[places] == 0]] = REPETITION_RULES.index(rule) + 1
+        for (path, limits), begin, end in zip(self._chunks, self._begins, self._begins[1:], strict=False):
+            self._progress()
+            for number, rule in enumerate(REPETITION_RULES, start=1):
+                if rule in limits:
+                    save_hashes(_file(path, rule), load_hashes(_file(path, "rows"))[marks[begin:end] == number])
+
+    def _parts_of(self, rule: str) -> list[tuple[str, int, int, int]]:
+        """Returns (rule, band, number of the partition, number of all partitions) of each part."""
+        pairs = sum(np.diff(self._begins)[number] for number, (_, limits) in enumerate(self._chunks) if rule in limits)
+        partitions, bands = math.ceil(pairs / PARTITION_HASHES), 1 if rule == "duplicates" else SIGNATURE // 4
+        return [(rule, band, part, partitions) for band in range(bands) for part in range(partitions)]
+
+    def _alike(self, rule: str, band: int, part: int, num_partitions: int) -> tuple[Ints, Ints]:
+        """Returns the places of all pairs of a partition, those of equal keys in a row in their order, and where in it
+        each key begins. Of a file only this part is read, and it is open only while that is copied."""
+        values, places = [], []
+        for (path, limits), begin in zip(self._chunks, self._begins, strict=False):
+            self._progress()
             if rule in limits:
-                save_hashes(_file(path, rule), load_hashes(_file(path, "rows"))[marks[begin:end] == number])
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """The pairs of some chunks by their places in the order of the corpora: those of chunk n begin at `begins[n]`."""
-
-    paths: Sequence[Path]
-    begins: Ints
-
-    def too_many(self, limits: NDArray[np.float64]) -> Iterator[Ints]:
-        """Yields the places of pairs of which there are as many as allowed before."""
-        for places, firsts in self.alike(lambda path: load_hashes(_file(path, "keys"))):
-            yield places[np.arange(len(places)) - firsts >= limits[self._chunks(places)]]
-
-    def too_similar(self, limits: NDArray[np.float64]) -> Iterator[Ints]:
-        """Yields the places of pairs of which one that is at least so similar stands before."""
-        for band in range(SIGNATURE // 4):
-            for places, firsts in self.alike(lambda path, band=band: load_hashes(_file(path, "bands"))[band]):  # type: ignore[misc]
-                later = np.flatnonzero(firsts < np.arange(len(places)))
-                for begin in range(0, len(later), CANDIDATES):
-                    these = later[begin : begin + CANDIDATES]
-                    own, least = self._signatures(places[these]), limits[self._chunks(places[these])]
-                    others = [self._signatures(places[each]) for each in (firsts[these], these - 1)]
-                    yield places[these[np.max([np.mean(own == each, axis=1) for each in others], axis=0) >= least]]
-
-    def alike(self, keys_of: Callable[[Path], Any]) -> Iterator[tuple[Ints, Ints]]:
-        """Yields the places of all pairs, those of equal keys in a row in their order, and where in it each key begins.
-
-        A file is open only while its part is copied.
-        """
-        num_partitions = math.ceil(sum(len(keys_of(path)) for path in self.paths) / PARTITION_HASHES)
-        for part in range(num_partitions):
-            values, places = [], []
-            for path, begin in zip(self.paths, self.begins, strict=True):
-                keys = keys_of(path)
+                keys, order = _load_sorted(path, "keys" if rule == "duplicates" else "bands")[:, band]
                 low, high = ((1 << 8 * keys.itemsize) * n // num_partitions for n in (part, part + 1))
-                inside = np.flatnonzero((keys >= low) & (keys <= high - 1))
-                values.append(keys[inside])
-                places.append(inside + begin)
-            joined = np.concatenate(values)
-            order = np.argsort(joined, kind="stable")
-            is_first = np.concatenate([[True], np.diff(joined[order]) != 0])[: len(order)]
-            yield np.concatenate(places)[order], np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+                first = np.searchsorted(keys, keys.dtype.type(low))
+                last = np.searchsorted(keys, keys.dtype.type(high - 1), side="right")
+                values.append(np.array(keys[first:last]))
+                places.append(order[first:last].astype(np.int64) + begin)
+        joined = np.concatenate(values)
+        order = np.argsort(joined, kind="stable")
+        is_first = np.concatenate([[True], np.diff(joined[order]) != 0])[: len(order)]
+        return np.concatenate(places)[order], np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
 
-    def _chunks(self, places: Ints) -> Ints:
-        return np.searchsorted(self.begins, places, side="right") - 1
+    def _similarities(self, places: Ints, firsts: Ints, later: Ints) -> NDArray[np.float64]:
+        """Returns the similarity of pairs to the first or to the last one before that has their band, the higher one."""
+        found = [np.empty(0)]
+        for begin in range(0, len(later), CANDIDATES):
+            these = later[begin : begin + CANDIDATES]
+            own, *others = (self._signatures(places[each]) for each in (these, firsts[these], these - 1))
+            found.append(np.max([np.mean(own == each, axis=1) for each in others], axis=0))
+        return np.concatenate(found)
 
     def _signatures(self, places: Ints) -> NDArray[np.uint8]:
-        chunks, found = self._chunks(places), np.empty((len(places), SIGNATURE // 4), np.uint32)
+        chunks, found = self._chunks_of(places), np.empty((len(places), SIGNATURE // 4), np.uint32)
         for chunk in np.unique(chunks).tolist():
+            self._progress()
             own = chunks == chunk
-            found[own] = load_hashes(_file(self.paths[chunk], "bands"))[:, places[own] - self.begins[chunk]].T
+            found[own] = load_hashes(_file(self._chunks[chunk][0], "bands"))[:, places[own] - self._begins[chunk]].T
         return found.view(np.uint8)
+
+    def _chunks_of(self, places: Ints) -> Ints:
+        return np.searchsorted(self._begins, places, side="right") - 1
+
+    def _found(self, number: int) -> Path:
+        return _file(self._chunks[0][0].with_name("+repeated"), f"{number:05d}")
+
+
+def _save_sorted(path: Path, name: str, keys: NDArray[Any]) -> None:
+    """Writes keys (bands, pairs) of a chunk, those of each band sorted, and the numbers of their pairs."""
+    order = np.argsort(keys, axis=1, kind="stable")
+    save_hashes(_file(path, f"{name}.sorted"), np.stack([np.take_along_axis(keys, order, 1), order.astype(keys.dtype)]))
+
+
+def _load_sorted(path: Path, name: str) -> Any:
+    """Maps the array (2, bands, pairs) of `_save_sorted`; makes it first for a chunk of the version before."""
+    if not _file(path, f"{name}.sorted").exists():
+        _save_sorted(path, name, np.atleast_2d(load_hashes(_file(path, name))))
+    return load_hashes(_file(path, f"{name}.sorted"))
 
 
 def load_hashes(path: Path) -> Any:

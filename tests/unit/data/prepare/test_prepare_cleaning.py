@@ -106,8 +106,19 @@ def test_near_duplicates_are_dropped_and_pairs_that_only_share_a_side_are_not(tm
     assert [row for row in rows if row >= 400] == [*range(400, 450)]
 
 
-@pytest.mark.parametrize("partition", [7, 1 << 24])
-def test_partitions_of_the_keys_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int):
+def as_the_version_before(path: Path) -> None:
+    """Keys in the order of the pairs, without what is sorted."""
+    names = [path.with_name(f"{path.name}.{name}.npy") for name in ("keys.sorted", "keys", "bands.sorted")]
+    keys, order = np.load(names[0])[:, 0]
+    np.save(names[1], keys[np.argsort(order)])
+    names[0].unlink()
+    names[2].unlink()
+
+
+@pytest.mark.parametrize(("partition", "is_old"), [(40, False), (40, True), (1 << 24, False)])
+def test_partitions_of_the_keys_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int, is_old: bool
+):
     monkeypatch.setattr(duplicates, "PARTITION_HASHES", partition)
     monkeypatch.setattr(duplicates, "CANDIDATES", partition)
     draw = np.random.default_rng(3)
@@ -121,8 +132,10 @@ def test_partitions_of_the_keys_change_nothing(tmp_path: Path, monkeypatch: pyte
         chunk.add(empty, 0)
         chunk.add(KeptText(np.arange(50), [], [], {}, 0, keys[part], signatures[part]), number * 100)
         chunk.save(path)
+        if is_old:
+            as_the_version_before(path)
     rules = {"duplicates": 1.0, "near_duplicates": 1.0}
-    mark_repeated([(paths[:3], rules), (paths[3:], rules)])
+    mark_repeated([(paths[:3], rules), (paths[3:], rules)], lambda: None)
     found = {rule: [load_repeated(path, [rule])[rule].tolist() for path in paths] for rule in rules}
     expected: dict[str, list[list[int]]] = {rule: [[], [], [], []] for rule in rules}
     for place in range(200):
@@ -140,7 +153,8 @@ def test_killed_before_the_keys_are_compared_and_after_it_resumes_to_the_same_co
     folders = [tmp_path / name for name in "ab"]
     configs = [config_in(folder, PAIRS[:300] + PAIRS[:100], {"duplicates": True}) for folder in folders]
     finish, made = Work.finish, list[str]()
-    stops = ["train-chunk-00001", "repeated", "train+keys-chunk-00001"]
+    stops = ["train-chunk-00001", "repeated", "+repeated-4-range-00002", "train+keys-chunk-00001"]
+    monkeypatch.setattr(duplicates, "PARTITION_HASHES", 100)
 
     def finish_until(work: Work, unit: str, result: Any) -> None:
         if unit == stops[-1]:
@@ -156,6 +170,23 @@ def test_killed_before_the_keys_are_compared_and_after_it_resumes_to_the_same_co
     monkeypatch.setattr(Work, "finish", finish)
     assert prepare(configs[0]).digest == prepare(configs[1]).digest
     assert len(made) == len({*made})
+
+
+def test_a_stop_request_is_taken_while_the_keys_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(duplicates, "PARTITION_HASHES", 100)
+    config = config_in(tmp_path, PAIRS[:300] + PAIRS[:100], {"duplicates": True})
+    stages: list[str] = []
+
+    def stop_in_the_third_part(stage: str, done: int, total: int | None) -> None:
+        stages.append(stage)
+        if stages.count("repeated") == 2 * 3 + 1:  # of each part three files are read
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, progress=stop_in_the_third_part)
+    done = sorted(path.name for path in (prepared_folder(config) / "work").glob("*repeated*"))
+    assert done == ["+repeated-4-range-00000.json", "+repeated-4-range-00001.json"]
+    assert rows_in(config) == [*range(300)]
 
 
 def test_validation_and_test_sentences_are_removed_unless_told_otherwise(tmp_path: Path):

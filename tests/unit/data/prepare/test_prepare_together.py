@@ -16,7 +16,7 @@ from running import Command
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.prepare import chunks
+from dist_transformer.data.prepare import chunks, duplicates
 from dist_transformer.data.prepare.claims import ChunkClaims, Work, WorkFinishedError, chunk_unit
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.errors import EXIT_REQUEUE
@@ -51,6 +51,7 @@ def work_in(config: Config, meet_at: str, victim: bool, barrier: Any, made: Any)
     """
     for name, rows in SMALL.items():
         setattr(chunks, name, rows)
+    duplicates.PARTITION_HASHES = 100
     finish = Work.finish
     met = False
 
@@ -86,7 +87,7 @@ def prepared_together(config: Config, meet_at: str, num_victims: int = 0) -> tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("meet_at", ["text-chunk", "text-range"])
+@pytest.mark.parametrize("meet_at", ["text-chunk", "text-range", "+repeated"])
 def test_three_processes_share_the_work_and_make_what_one_makes(tmp_path: Path, alone: Manifest, meet_at: str):
     config = config_in(tmp_path)
     codes, made = prepared_together(config, meet_at)
