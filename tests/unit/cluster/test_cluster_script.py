@@ -176,9 +176,11 @@ def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_
     assert not (tmp_path / "executed").exists()
 
 
-def _prepare(folder: Path, programs: dict[str, str], code: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _prepare(
+    folder: Path, programs: dict[str, str], code: Path | None = None, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     """Runs prepare.sbatch with these programs beside an srun that ends with 75; `sleep` takes no time."""
-    environment = _fake_srun(folder, 75)
+    environment = {**_fake_srun(folder, 75), "SLURM_RESTART_COUNT": f"{restarts}"}
     for name, body in {"sleep": "", "squeue": "", "scontrol": "", **programs}.items():
         (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
         (folder / name).chmod(0o755)
@@ -221,6 +223,18 @@ def test_preparing_goes_back_to_the_queue_after_its_time_limit_but_not_when_it_w
     done = _prepare(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": squeue.format(folder=tmp_path)})
     assert done.returncode == 75
     assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "restarts", "requeues"), [(0, 0, 0), (1, 0, 1), (2, 0, 0), (137, 19, 1), (1, 20, 0)]
+)
+def test_preparing_goes_back_to_the_queue_after_a_fault_of_the_machine_but_not_for_ever(
+    tmp_path: Path, exit_code: int, restarts: int, requeues: int
+) -> None:
+    done = _prepare(tmp_path, {"srun": f"exit {exit_code}"}, restarts=restarts)
+    assert done.returncode == exit_code
+    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+    assert ("requeued 20 times" in done.stdout) == (restarts == 20)
 
 
 def test_preparing_waits_for_a_controller_that_is_away_but_not_for_ever(tmp_path: Path) -> None:
