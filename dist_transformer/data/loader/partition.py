@@ -218,6 +218,7 @@ class PartitionPlan:
         self._partition = partition
         self._num_lanes = len(partition.open_windows)
         self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
+        self._rows: dict[tuple[int, int], int] = {}
 
     def num_windows(self, lane: int) -> int:
         return len(self._partition.open_windows[lane]) + self._num_own(lane)
@@ -267,7 +268,9 @@ class PartitionPlan:
         return rows * own // count, rows * (own + 1) // count
 
     def _lane_rows(self, corpus: int, lane: int) -> int:
-        return sum(last - first for first, last in self._lane_spans(corpus, lane))
+        if (key := (corpus, lane)) not in self._rows:  # in each step, of perhaps thousands of passes
+            self._rows[key] = sum(last - first for first, last in self._lane_spans(corpus, lane))
+        return self._rows[key]
 
     def _spans_from(self, corpus: int, lane: int, first: int, last: int) -> Iterator[Span]:
         """Yields rows `first` to `last` of a lane in the corpus, as spans of its stream."""

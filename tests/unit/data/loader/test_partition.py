@@ -188,6 +188,14 @@ def test_the_lanes_go_through_the_passes_over_a_small_corpus_together():
         assert max(used.values()) - min(used[(1 << CORPUS_SHIFT) + row] for row in range(80)) <= 1
 
 
+def test_the_passes_over_a_small_corpus_are_counted_once_and_not_in_each_step(monkeypatch: pytest.MonkeyPatch):
+    planner = Planner(((3000,), (10,)), 2, 100, 1, (Stage(0, shares_of([0.5, 0.5])),))
+    plan = planner.plan(planner.first_partition())
+    num_windows = plan.num_windows(0)
+    monkeypatch.setattr(plan, "_lane_spans", lambda *_: pytest.fail("the passes are counted again"))
+    assert plan.num_windows(0) == num_windows == 16
+
+
 def test_every_window_holds_the_corpora_in_their_shares():
     planner = Planner(((10,) * 60, (10,) * 40), 2, 100, 1, (Stage(0, shares_of([3, 1])),))
     plan = planner.plan(planner.first_partition())
