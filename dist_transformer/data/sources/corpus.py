@@ -168,17 +168,18 @@ def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Cal
 def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     files = find_corpus_files(corpus, data)
     drop = data.filters_of(corpus).bad_encoding == "drop"
+    of_hub = _hub_files(corpus) if corpus.hub else ()
     if corpus.demo:
         yield _reader_of(demo_pairs(corpus.demo))
     elif corpus.plugin:
         yield _plugin_reader(corpus.plugin, drop)
-    elif corpus.hub:
+    elif corpus.hub and not of_hub:
         name = corpus_name(corpus, data)
         groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
         yield TableReader(name, groups, _column_chooser(corpus, data), drop)
     for source, target in zip(files.source, files.target, strict=True):
         yield aligned_reader(source, target, drop)
-    for file in files.path:
+    for file in (*files.path, *of_hub):  # parquet of the Hub too: its row groups are skipped unread
         yield _table_reader(file, corpus, data)
 
 
