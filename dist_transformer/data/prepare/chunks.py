@@ -7,7 +7,7 @@ A chunk of a training corpus becomes a spill file, a chunk of the validation cor
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,10 @@ class MadeChunks:
     shards: tuple[Shard, ...]
 
 
+class _NothingFree(Exception):
+    """Ends the reading of a corpus of which other processes build all that is left."""
+
+
 class Units:
     """The work of one of the processes that build the chunks and shards of a prepared folder."""
 
@@ -91,13 +95,11 @@ class Units:
         num_chunks = {name: self.work.result(end_unit(f"{name}{KEYS}")) for name in rules}
         files = [([self._hash_file(name, n) for n in range(num)], rules[name]) for name, num in num_chunks.items()]
         comparison = Comparison(files, lambda: self._progress(REPEATED, 0, None))
-        unit = partial(range_unit, f"+{REPEATED}-{comparison.num_parts}")
-        finds: dict[str, Callable[[], None]] = {
-            unit(n): partial(comparison.find, n) for n in range(comparison.num_parts)
-        }
+        parts = comparison.num_parts
+        finds = {range_unit(f"+{REPEATED}-{parts}", n): partial(comparison.find, n) for n in range(parts)}
         while not self.work.is_done(REPEATED):
-            left = {name: find for name, find in finds.items() if not self.work.is_done(name)}
-            made = [self._make(*each) for each in (left or {REPEATED: comparison.mark}).items()]
+            left = {unit: find for unit, find in finds.items() if not self.work.is_done(unit)}
+            made = [self._make(*each) for each in (left or {REPEATED: partial(comparison.mark)}).items()]
             if not any(made):
                 self._wait()
 
@@ -154,25 +156,27 @@ class Units:
     def _has_all_chunks(self, name: str) -> bool:
         return self.work.is_done(end_unit(name)) and all(map(self.work.is_done, self._chunk_units(name)))
 
-    def _has_free_chunk(self, name: str) -> bool:
-        return not self.work.is_done(end_unit(name)) or any(map(self.work.is_free, self._chunk_units(name)))
+    def _has_free_chunk(self, name: str, first: int = 0) -> bool:
+        return not self.work.is_done(end_unit(name)) or any(map(self.work.is_free, self._chunk_units(name, first)))
 
-    def _chunk_units(self, name: str) -> Iterator[str]:
-        return (chunk_unit(name, chunk) for chunk in range(self.work.result(end_unit(name))))
+    def _chunk_units(self, name: str, first: int = 0) -> Iterator[str]:
+        return (chunk_unit(name, chunk) for chunk in range(first, self.work.result(end_unit(name))))
 
     def _wait(self) -> None:
         self._progress(WAITING, 0, None)
         time.sleep(WAIT_SECONDS)
 
     def _read(self, unit: str) -> None:
-        """Reads a corpus and builds the chunks that are free when the reading reaches them."""
+        """Reads a corpus, up to its last free chunk, and builds the chunks that are free when the reading reaches them."""
         name, is_keys = unit.removesuffix(KEYS), unit.endswith(KEYS)
         total, cleaner = self._state.rows_total[name], self._cleaners[name]
         rows: ChunkRows | ChunkKeys = ChunkKeys() if is_keys else ChunkRows()
-        with closing(ChunkClaims(self.work, unit, CHUNK_ROWS)) as claims:
+        with suppress(_NothingFree), closing(ChunkClaims(self.work, unit, CHUNK_ROWS)) as claims:
 
             def wanted(first_row: int) -> bool:
                 self._progress(unit, first_row, total)
+                if first_row % CHUNK_ROWS == 0 and not self._has_free_chunk(unit, first_row // CHUNK_ROWS):
+                    raise _NothingFree
                 return claims.wants(first_row)
 
             scores = cleaner.settings.scores
@@ -188,9 +192,7 @@ class Units:
                     rows = type(rows)()
             for last in claims.unfinished:  # the last chunk ends with the corpus
                 claims.finish(last, self._write_chunk(name, last, rows))
-            with self.work.claimed(end_unit(unit)) as is_ours:
-                if is_ours:
-                    self.work.finish(end_unit(unit), claims.num_chunks)
+            self._make(end_unit(unit), lambda: claims.num_chunks)
 
     def _kept(self, name: str, batch: RawBatch, chunk: int) -> KeptRows:
         cleaner = self._cleaners[name]

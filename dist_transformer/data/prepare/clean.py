@@ -17,7 +17,7 @@ from typing import Any
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.prepare.chunks import BATCH_ROWS, CHUNK_ROWS
-from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated
+from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
 from dist_transformer.data.prepare.scan import ReportProgress, read_held_out
 from dist_transformer.data.sources.corpus import read_corpus
 from dist_transformer.files import flush_to_disk, read_json, write_json
@@ -45,7 +45,10 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
         rules = {name: own for name, each in cleaners.items() if (own := each.repetition_rules())}
         if rules:
             keys = [(_save_keys(config, name, cleaners[name], work, progress), own) for name, own in rules.items()]
-            mark_repeated(keys, lambda: progress("duplicates", 0, None))
+            comparison = Comparison(keys, lambda: progress("duplicates", 0, None))
+            for part in range(comparison.num_parts):
+                comparison.find(part)
+            comparison.mark()
         made = {name: _write(config, name, each, work, progress) for name, each in cleaners.items()}
         (out / REPORT_NAME).unlink(missing_ok=True)
         for path in [path for _, paths in made.values() for path in paths]:
@@ -76,7 +79,7 @@ def _remove(work: Path) -> None:
 
 
 def _save_keys(config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress) -> list[Path]:
-    """Writes the keys of a corpus, chunk by chunk; returns the paths for `mark_repeated`."""
+    """Writes the keys of a corpus, chunk by chunk; returns the paths for `Comparison`."""
     keys, paths, corpus = ChunkKeys(), list[Path](), config.data.training_corpora()[name]
     for batch in read_corpus(corpus, config.data, BATCH_ROWS, scores=cleaner.settings.scores):
         if batch.first_row % CHUNK_ROWS == 0 and batch.first_row:

@@ -28,7 +28,6 @@ CANDIDATES = 1 << 18
 Ints = NDArray[np.int64]
 Repeated = dict[str, Ints]
 """Numbers of the rows that repeat others, by rule."""
-Corpora = Sequence[tuple[Sequence[Path], dict[str, float]]]
 
 
 class ChunkKeys:
@@ -60,14 +59,6 @@ def load_repeated(path: Path, rules: Sequence[str]) -> Repeated:
     return {rule: np.array(load_hashes(_file(path, rule))) for rule in rules}
 
 
-def mark_repeated(corpora: Corpora, progress: Callable[[], None]) -> None:
-    """Finds the rows that each of REPETITION_RULES drops, for `load_repeated`, in this process alone."""
-    comparison = Comparison(corpora, progress)
-    for part in range(comparison.num_parts):
-        comparison.find(part)
-    comparison.mark()
-
-
 class Comparison:
     """The comparison of the pairs of all chunks, in parts that any processes find, in any order.
 
@@ -76,7 +67,9 @@ class Comparison:
         progress: called for every file that is read, so that a stop request is taken.
     """
 
-    def __init__(self, corpora: Corpora, progress: Callable[[], None]) -> None:
+    def __init__(
+        self, corpora: Sequence[tuple[Sequence[Path], dict[str, float]]], progress: Callable[[], None]
+    ) -> None:
         self._chunks = [(path, thresholds) for paths, thresholds in corpora for path in paths]
         # A pair's place is its number in the order of the corpora: those of chunk n begin at `_begins[n]`.
         self._begins = np.cumsum([0, *(len(load_hashes(_file(path, "rows"))) for path, _ in self._chunks)])

@@ -20,7 +20,7 @@ from dist_transformer.data.loader.window_request import RowSlice, WindowKey, Win
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
 from dist_transformer.data.prepare import chunks, clean, duplicates
 from dist_transformer.data.prepare.claims import Work
-from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated
+from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, make_recipe, recipe_before_rules
 from dist_transformer.errors import DataError
@@ -135,7 +135,10 @@ def test_partitions_of_the_keys_change_nothing(
         if is_old:
             as_the_version_before(path)
     rules = {"duplicates": 1.0, "near_duplicates": 1.0}
-    mark_repeated([(paths[:3], rules), (paths[3:], rules)], lambda: None)
+    comparison = Comparison([(paths[:3], rules), (paths[3:], rules)], lambda: None)
+    for part in reversed(range(comparison.num_parts)):
+        comparison.find(part)
+    comparison.mark()
     found = {rule: [load_repeated(path, [rule])[rule].tolist() for path in paths] for rule in rules}
     expected: dict[str, list[list[int]]] = {rule: [[], [], [], []] for rule in rules}
     for place in range(200):

@@ -14,7 +14,7 @@ from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
 
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
 from dist_transformer.data.prepare import chunks, preparation, shards
-from dist_transformer.data.prepare.claims import WORK_FOLDER, Work
+from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, Work
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.errors import DataError
@@ -92,6 +92,31 @@ def test_finished_units_are_not_made_again(tmp_path: Path, whole: Manifest, monk
     assert prepare(config, progress=lambda stage, done, total: stages.add(stage)) == whole
     assert not stages & {"scan", "tokenizer"}
     assert [unit for unit in made if unit.startswith("train-chunk")] == ["train-chunk-00002", "train-chunk-00003"]
+
+
+def test_a_corpus_is_not_read_behind_its_last_free_chunk(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_record(patch, 3, after=False)  # before the first chunk
+        with pytest.raises(Stopped):
+            prepare(config)
+    elsewhere = Work(prepared_folder(config)).claim("train-chunk-00001")
+    assert elsewhere is not None
+    rows: list[int] = []
+
+    def stop_when_only_that_is_left(stage: str, done: int, total: int | None) -> None:
+        rows.extend([done] * (stage == "train"))
+        if stage == WAITING:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        prepare(config, progress=stop_when_only_that_is_left)
+    assert max(rows) == 500
+    rows.clear()
+    elsewhere.release()
+    assert prepare(config, progress=stop_when_only_that_is_left) == whole
+    assert max(rows) == 300
 
 
 def test_ranges_are_gathered_together_to_the_same_shards_also_after_a_stop_between_them(
