@@ -8,6 +8,7 @@
 After each of them `work/state.json` is replaced.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,12 @@ from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokeni
 from dist_transformer.errors import DataError
 from dist_transformer.files import file_sha256, replacing
 
+log = logging.getLogger(__name__)
 ReportProgress = Callable[[str, int, int | None], None]
 """Takes the stage, the rows done and the total of rows (None if unknown)."""
 
+LARGE_DOWNLOAD_BYTES, LARGE_GROUP_WINDOWS = 10**9, 10
+"""Text at an address, and row groups in windows, from which on a warning tells what they cost."""
 SAMPLE_ROWS = 2000
 """Rows at the head of a corpus from which its tokens are estimated."""
 TOKENIZER_CHOICE = 4
@@ -71,6 +75,10 @@ class Start:
         for name, corpus in all_corpora(self.config).items():
             self.progress("scan", 0, None)
             state.rows_total[name] = scan_corpus(corpus, self.config.data, lambda n: self.progress("scan", n, None))
+            size = sum(file["bytes"] or 0 for file in state.recipe["training"].get(name, {}).get("files", []))
+            if state.rows_total[name] is None and size >= LARGE_DOWNLOAD_BYTES:
+                given = corpus_name(corpus, self.config.data), size / 1e9
+                log.warning("%s: each process downloads these %.3g GB in each pass; copy them to a disk first", *given)
         state.scanned = True
         state.save(self.work)
 
@@ -172,6 +180,11 @@ class Start:
             )
             for file in files
         )
+        if (most := max(max(file.rows, default=0) for file in files)) > LARGE_GROUP_WINDOWS * data.window_rows:
+            advice = "write row groups of 10,000 rows, or set data.on_the_fly: false"
+            log.warning(
+                "%s: each window reads a row group, of up to %d rows; %s", corpus_name(corpus, data), most, advice
+            )
         text = TextColumns(files[0].source, files[0].target, tag_prefix(corpus.tags))
         rows = sum(group.rows for shard in shards for group in shard.row_groups)
         return text_split(shards, rows, {}, data.filters.max_tokens, text)

@@ -87,10 +87,7 @@ def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int)
 
 
 def gather_ranges(spills: Sequence[Path], indices: Sequence[int], num_ranges: int) -> Iterator[pa.Table]:
-    """Yields the rows whose key is in a range, in order of their keys, for some neighbouring ones of `num_ranges` ranges.
-
-    A spill file is opened once for all of them. Memory: the rows from the first range to the last one.
-    """
+    """Yields the rows of each of some neighbouring ranges of keys, in their order. Memory: the rows of all these ranges."""
     bounds = [(KEY_LIMIT * index // num_ranges, KEY_LIMIT * (index + 1) // num_ranges) for index in indices]
     rows = pa.concat_tables([_read_range(path, bounds[0][0], bounds[-1][1]) for path in spills])
     for low, high in bounds:
@@ -101,12 +98,9 @@ def gather_ranges(spills: Sequence[Path], indices: Sequence[int], num_ranges: in
 
 def _read_range(path: Path, low: int, high: int) -> pa.Table:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        groups = []
-        for group in range(file.num_row_groups):
-            # The last leaf column of the file is the key; its statistics bound the group.
-            statistics = file.metadata.row_group(group).column(file.metadata.num_columns - 1).statistics
-            if statistics.min < high and statistics.max >= low:
-                groups.append(group)
+        key_column = file.metadata.num_columns - 1  # the last leaf column; its statistics bound the group
+        keys = (file.metadata.row_group(group).column(key_column).statistics for group in range(file.num_row_groups))
+        groups = [group for group, bounds in enumerate(keys) if bounds.min < high and bounds.max >= low]
         return _in_range(file.read_row_groups(groups), low, high)
 
 

@@ -2,7 +2,9 @@
 
 import itertools
 from pathlib import Path
+from uuid import uuid4
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -201,6 +203,24 @@ def test_the_demonstration_corpus_can_be_prepared(tmp_path: Path):
     config = config_of(tmp_path, data=data)
     manifest = prepare(config)
     assert {name: split.rows for name, split in manifest.splits.items()} == {"train": 1000, "validation": 500}
+
+
+@pytest.mark.parametrize("least", [1, 10**9])
+def test_large_text_at_an_address_is_told_to_be_downloaded_by_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, least: int
+):
+    monkeypatch.setattr(scan, "LARGE_DOWNLOAD_BYTES", least)
+    write_text(tmp_path)
+    data = config_of(tmp_path).data.model_dump()
+    address, sizes = f"memory://{uuid4()}", []
+    for name in ("train.en", "train.de"):
+        fsspec.filesystem("memory").pipe(f"{address}/{name}", content := (tmp_path / name).read_bytes())
+        sizes.append(len(content))
+    train = {"source": f"{address}/train.en", "target": f"{address}/train.de"}
+    prepare(config_of(tmp_path, data={**data, "train": train}))
+    name, size = " + ".join(train.values()), sum(sizes) / 1e9
+    said = f"{name}: each process downloads these {size:.3g} GB in each pass; copy them to a disk first"
+    assert [record.getMessage() for record in caplog.records] == [said] * (least == 1)
 
 
 @pytest.mark.parametrize("rows", [449, 450, 451])

@@ -58,6 +58,17 @@ def test_parquet_is_indexed_and_left_where_it_is(tmp_path: Path):
     assert len(read_split(folder, manifest, "validation")) == 100
 
 
+@pytest.mark.parametrize(
+    ("window_rows", "said"), [(9, "train.parquet: each window reads a row group, of up to 100 rows"), (10, "")]
+)
+def test_row_groups_that_are_far_larger_than_a_window_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, window_rows: int, said: str
+):
+    write_parquet(tmp_path / "train.parquet", PAIRS[:NUM_TRAIN], 100)
+    prepare(config_in(tmp_path, {"path": "train.parquet"}, window_rows=window_rows))
+    assert (said in caplog.text) if said else not caplog.records
+
+
 def test_tokens_are_estimated_from_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_parquet(tmp_path / "all.parquet", PAIRS[:NUM_TRAIN], 100)
     counted = prepare(
