@@ -1,6 +1,6 @@
 """Sharing the work of a preparation among any number of processes, on one or more machines with a common disk.
 
-The work is divided into units: chunks of a corpus, then ranges of its shuffle. No process assigns them: a process
+The work is divided into units: chunks of a corpus, parts of a comparison, ranges of a shuffle. No process assigns them: a process
 claims a unit by its lock, writes its files, and finally its result; a unit with a result is done. The lock of a process
 that died is free, so another one builds the unit, with the same result, since a unit depends on nothing but its number.
 

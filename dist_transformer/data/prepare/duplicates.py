@@ -22,7 +22,7 @@ from dist_transformer.data.sentences import SIGNATURE, Keys
 from dist_transformer.files import replacing
 
 PARTITION_HASHES = 1 << 24
-"""Number of keys that are compared at a time: 128 MiB."""
+"""Number of keys that are compared at a time: 1 GB of memory with their places and the sorting."""
 CANDIDATES = 1 << 18
 """Number of pairs whose signatures are compared at a time."""
 Ints = NDArray[np.int64]

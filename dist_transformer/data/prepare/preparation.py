@@ -1,8 +1,8 @@
 """Prepares a corpus from text, once, by any number of processes that share a folder.
 
     start       one process for all: scan, tokenizer (scan.py)
-    keys        where a rule asks for it, chunk by chunk: keys of the pairs; one process for all finds those that repeat
-                others (duplicates.py)
+    keys        where a rule asks for it, chunk by chunk: keys of the pairs; then, part by part, those that repeat others
+                (duplicates.py)
     train ...   chunk by chunk: tokenized, filtered, written to a spill file sorted by random keys
     validation  chunk by chunk, in order, directly to shards
     shuffle     shard by shard: one range of the keys of a corpus gathered from all its spill files
