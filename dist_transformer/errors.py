@@ -5,7 +5,9 @@ A `UserError` is something the user can fix: the command prints its message and 
 Every other exception is a fault of the program: exit 1, with the traceback in the log.
 """
 
-from typing import Self
+import sys
+from contextlib import suppress
+from typing import Self, TextIO
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -57,3 +59,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint or model folder that is damaged, missing, or belongs to something else."""
+
+
+def say(message: object, stream: TextIO | None = None) -> None:
+    """Prints a line, on standard error unless a stream is given. One that takes no more writes (a full disk, a closed
+    pipe) keeps nothing from going on."""
+    with suppress(OSError, ValueError):
+        print(message, file=stream or sys.stderr, flush=True)

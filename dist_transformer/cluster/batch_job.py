@@ -26,7 +26,7 @@ from dist_transformer.cluster import requeue, slurm
 from dist_transformer.cluster.requeue import Decision, How, NextNodes
 from dist_transformer.cluster.silent_nodes import SilentNodes, nodes_that_answer
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError, say
 from dist_transformer.package_data import share_folder
 from dist_transformer.run.excluded_nodes import exclude, reasons_of_preflight
 
@@ -81,8 +81,7 @@ class BatchJob:
 
     def run(self) -> int:
         """Runs the attempt; returns the exit code of the job."""
-        self._run_dir = requeue.run_folder([*self._settings.train])
-        requeue.begin(self._run_dir, self._job, self._attempt)
+        self._begin()
         nodes = self._nodes[: self._wanted]
         if self._settings.preflight != "off":
             self._preflight()
@@ -94,14 +93,27 @@ class BatchJob:
         self._finish(EXIT_REQUEUE, "decide", [])  # signalled meanwhile: there is nothing to save
         raise AssertionError("without nodes of ranks that failed the job ends")
 
+    def _begin(self) -> None:
+        """Records that the attempt begins; waits for a disk that is away."""
+        for tries_left in reversed(range(TRIES)):
+            try:
+                self._run_dir = requeue.run_folder([*self._settings.train])
+                requeue.begin(self._run_dir, self._job, self._attempt)
+                return
+            except OSError as error:
+                if not tries_left:
+                    raise
+                self._say(f"the run folder cannot be read or written; trying again: {error}")
+            time.sleep(2 * RETRY_SECONDS)
+
     def _say(self, text: str) -> None:
-        print(f"{time.strftime('%F %T')} job {self._job} attempt {self._attempt}: {text}", flush=True)
+        say(f"{time.strftime('%F %T')} job {self._job} attempt {self._attempt}: {text}", sys.stdout)
 
     def _on_usr1(self, *_: object) -> None:
-        self._say("told to save")
         self._is_told = True
         if self._child is not None:
             self._child.send_signal(signal.SIGUSR1)
+        self._say("told to save")
 
     def _on_term(self, *_: object) -> None:
         self._has_term = True
@@ -125,7 +137,11 @@ class BatchJob:
 
     def _wait_for(self, command: Sequence[str], environment: dict[str, str], is_lost: Callable[[], bool]) -> int:
         """Runs a command and returns its exit code as a shell does; kills it once `is_lost`, asked often, says so."""
-        self._child = child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        try:
+            self._child = child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        except OSError as error:  # no memory or process left
+            self._say(f"{command[0]} cannot be started: {error}")
+            return EXIT_FAILED
         if self._is_told:
             child.send_signal(signal.SIGUSR1)
         while (code := child.poll()) is None:
@@ -160,10 +176,12 @@ class BatchJob:
         command += [given.preflight_tolerance, *given.srun_options, "--", *given.rank_prefix]
         found = self._wait_for([*map(str, command)], self._environment(self._nodes), lambda: False)
         if given.preflight == "exclude" and found == EXIT_EXCLUDE:
-            reasons = reasons_of_preflight(folder / "report.json")
-            added = exclude(self._run_dir, reasons, len(self._nodes), self._num_similar_nodes())
+            added = dict[str, str]()
+            with suppress(OSError):  # training finds out whether the disk is away
+                reasons = reasons_of_preflight(folder / "report.json")
+                added = exclude(self._run_dir, reasons, len(self._nodes), self._num_similar_nodes())
             for node, reason in added.items():
-                print(f"excluded: {node}: {reason}", flush=True)
+                say(f"excluded: {node}: {reason}", sys.stdout)
             if added:
                 self._finish(EXIT_REQUEUE, "preflight", [])
 
@@ -191,7 +209,8 @@ class BatchJob:
             size += [f"--ntasks={num_ranks}", f"--ntasks-per-node={per_node}"]
         if self._steps:
             size.append("--overlap")  # the step before may not have ended on a node that does not answer
-            requeue.note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
+            with suppress(OSError):  # without the record, but the ranks start
+                requeue.note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
         self._say(f"{num_ranks} ranks on {','.join(nodes)}, run folder {self._run_dir.path}")
         command = ["srun", "--kill-on-bad-exit=1", "--wait=0", "--label", *size]
         command += [*given.srun_options, *given.rank_prefix]
@@ -243,7 +262,8 @@ class BatchJob:
         environment = {name: v for name, v in os.environ.items() if name not in NOT_FOR_FEWER_NODES}
         # Its end is no news: srun would report that of each job's in the log as if a rank had been killed.
         null = subprocess.DEVNULL
-        self._watch = node, subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)
+        with suppress(OSError):  # no memory or process left: tried again
+            self._watch = node, subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)
 
     def _ask_slurm(self) -> dict[str, str] | None:
         """Slurm's record of the job; None without an answer. Leaves if Slurm has started the job elsewhere, because this
@@ -251,7 +271,7 @@ class BatchJob:
         try:
             record = slurm.job_record(self._job)
         except SlurmError as error:
-            print(error, file=sys.stderr, flush=True)
+            say(error)
             return None
         if record.get("Restarts") != str(self._attempt):
             self._leave(EXIT_FAILED, "is not this attempt's any more")
@@ -274,7 +294,7 @@ class BatchJob:
             try:
                 decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, how, left)
             except (MachineError, OSError) as error:
-                print(error, file=sys.stderr, flush=True)
+                say(error)
                 self._say(f"{self._run_dir.path}: cannot be asked whether to requeue; trying again")
                 time.sleep(2 * RETRY_SECONDS)
                 continue
@@ -283,7 +303,7 @@ class BatchJob:
 
     def _follow(self, decision: Decision, exit_code: int, record: dict[str, str], left: NextNodes | None) -> list[str]:
         words = {"stop": "not requeued:", "requeue": "requeued:", "again": "ranks start again"}
-        print(words[decision.then], decision.reason, flush=True)
+        say(f"{words[decision.then]} {decision.reason}", sys.stdout)
         if decision.then == "again" and left is not None:
             return [*left.nodes]
         if decision.then == "stop":
@@ -321,8 +341,8 @@ class BatchJob:
         command += ["--job", self._job, "--attempt", str(self._attempt), "--seconds", str(seconds)]
         try:
             subprocess.run(command, timeout=seconds + 30, check=False, stdin=subprocess.DEVNULL)
-        except subprocess.TimeoutExpired:
-            self._say("MLflow was not told of the end: no answer")
+        except (subprocess.TimeoutExpired, OSError):
+            self._say("MLflow was not told of the end: no answer, or no memory or process left")
 
     def _requeue(self) -> NoReturn:
         """Requeues the job, without the nodes that the run excludes, and leaves at once: Slurm keeps the nodes until this
@@ -337,7 +357,7 @@ class BatchJob:
                 try:
                     slurm.requeue_job(self._job)
                 except SlurmError as error:
-                    print(error, file=sys.stderr, flush=True)
+                    say(error)
                     signal.signal(signal.SIGTERM, self._on_term)
                 else:
                     break
@@ -366,10 +386,10 @@ def main(arguments: list[str]) -> int:
     try:
         return BatchJob(read_settings(arguments)).run()
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return error.exit_code
     except OSError as error:
-        print(f"the run folder cannot be read or written: {error}", file=sys.stderr)
+        say(f"the run folder cannot be read or written: {error}")
         return EXIT_FAILED
 
 

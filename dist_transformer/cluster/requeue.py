@@ -19,6 +19,7 @@ from dist_transformer.files import refresh, write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import remove_torn_line
 from dist_transformer.run.records import read_record
 
 How = Literal["decide", "cancelled", "ended", "preflight"]
@@ -41,10 +42,12 @@ class NextNodes:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision on what follows an attempt: the end, a requeue, or `again`, ranks in the same allocation. `reason`: for logs."""
+    """Decision on what follows an attempt: the end, a requeue, or `again`, ranks in the same allocation. `reason`: for logs.
+    `count`: the new content of restarts.json, if another attempt follows."""
 
     then: Literal["stop", "requeue", "again"]
     reason: str
+    count: dict[str, Any] | None = None
 
 
 def run_folder(arguments: list[str]) -> RunDir:
@@ -115,7 +118,7 @@ def next_nodes(
 
 
 def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes | None = None) -> Decision:
-    """Decides after an attempt with this exit code; counts the attempt if another follows.
+    """Decides after an attempt with this exit code.
 
     Args:
         left: nodes on which ranks may start again. They do if there was a new checkpoint since the last restart, or if
@@ -132,17 +135,17 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
         without_progress = before.get("without_progress", 0)
     if without_progress >= max_restarts:
         return Decision("stop", f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
-    write_json(run_dir.restarts, {"newest_checkpoint": newest, "without_progress": without_progress + 1})
+    count = {"newest_checkpoint": newest, "without_progress": without_progress + 1}
     start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
     start += f"; restart {without_progress + 1} of {max_restarts} without a new one" if without_progress else ""
     if left is None or (without_progress and not left.are_others):
-        return Decision("requeue", start)
+        return Decision("requeue", start, count)
     without = f" ({left.words})" if left.words else ""
-    return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}")
+    return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}", count)
 
 
 def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None) -> Decision:
-    """Decides after an attempt, and records the decision. Arguments: see `decide`.
+    """Decides after an attempt, records the decision, and counts the attempt if another follows. Arguments: see `decide`.
 
     Raises:
         MachineError: the run folder is not visible; none is created in place of a disk that is not mounted.
@@ -159,6 +162,8 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left:
         run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.then == "requeue",
         reason=decision.reason, newest=newest_checkpoint(run_dir),
     )  # fmt: skip
+    if decision.count is not None:  # after the record: a decision whose record failed is made again, and counts once
+        write_json(run_dir.restarts, decision.count)
     return decision
 
 
@@ -171,6 +176,7 @@ def note_lost_host(run_dir: RunDir, job: str, attempt: int, host: str) -> None:
 
 def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) -> None:
     record = {"event": event, "time": round(time.time(), 3), "job": job, "attempt": attempt, **values}
+    remove_torn_line(run_dir.attempts)
     with run_dir.attempts.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 

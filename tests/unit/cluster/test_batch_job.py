@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -74,7 +75,9 @@ class Slurm:
         lines = [f"NodeName={n} NodeAddr=127.0.0.1 Port={up if n in nodes else down}\n" for n in ("n1", "n2")]
         (self.folder / "nodes").write_text("".join(lines))
 
-    def start(self, *steps: str, spare: int = 0) -> "subprocess.Popen[str]":
+    def start(
+        self, *steps: str, spare: int = 0, log: int = subprocess.PIPE, python: Path = Path(sys.executable)
+    ) -> "subprocess.Popen[str]":
         for number, step in enumerate(steps, 1):
             (self.folder / f"step_{number}").write_text(step)
         for name, body in self.programs.items():
@@ -85,12 +88,16 @@ class Slurm:
             path.chmod(0o755)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
-        constants = with_constants({"cluster.batch_job.RETRY_SECONDS": 0.1, "cluster.silent_nodes.SILENT_SECONDS": 1})
-        module = ["dist_transformer.cluster.batch_job", "off", "180", "0.8", str(spare), "1", "--mpi=none", "0"]
+        waits = {"batch_job.RETRY_SECONDS": 0.1, "batch_job.WATCH_SECONDS": 0.1, "silent_nodes.SILENT_SECONDS": 1}
+        constants = with_constants({f"cluster.{name}": seconds for name, seconds in waits.items()})
+        if python != Path(sys.executable):
+            constants["PYTHONPATH"] += os.pathsep + os.pathsep.join(site.getsitepackages())
+        main = "import sys; from dist_transformer.cluster.batch_job import main; sys.exit(main(sys.argv[1:]))"
+        settings = ["off", "180", "0.8", str(spare), "1", "--mpi=none", "0"]
         return subprocess.Popen(
-            [sys.executable, "-m", *module, str(self.run_dir.path)],
+            [python, "-u", "-c", main, *settings, str(self.run_dir.path)],
             env={**kept, **slurm, **constants, "PATH": f"{self.folder}:/usr/bin:/bin"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=log, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
     def run(self, *steps: str, spare: int = 0) -> tuple[int, str]:
@@ -192,6 +199,39 @@ def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None
     assert "told to save" in said
     assert "saved" in said
     assert slurm.ends() == [(75, "decide", True)]
+    assert slurm.calls("scontrol requeue 7") == 1
+
+
+def test_a_log_that_takes_no_more_writes_costs_neither_the_save_nor_the_requeue(slurm: Slurm) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = slurm.start("trap 'exit 75' USR1; touch $0.up; while :; do sleep 0.1; done", log=full.fileno())
+    _wait_for(slurm.folder / "step_1.up")
+    process.send_signal(signal.SIGUSR1)
+    process.wait(240)
+    assert slurm.ends() == [(75, "decide", True)]
+    assert slurm.calls("scontrol requeue 7") == 1
+
+
+def test_a_disk_that_is_away_at_the_start_is_waited_for(slurm: Slurm) -> None:
+    slurm.run_dir.slurm.write_text("no folder")
+    process = slurm.start("exit 0")
+    assert process.stdout is not None
+    assert "the run folder cannot be read or written; trying again" in process.stdout.readline()
+    slurm.run_dir.slurm.unlink()
+    process.communicate(timeout=240)
+    assert (process.returncode, slurm.ends()) == (0, [(0, "decide", False)])
+
+
+def test_programs_that_cannot_be_started_end_no_job_that_is_to_be_requeued(slurm: Slurm) -> None:
+    """The watch of this node, the ranks' second start, and the report to MLflow."""
+    python = slurm.folder / "python"
+    python.symlink_to(sys.executable)
+    without_programs = f"mv {slurm.folder}/srun {slurm.folder}/gone; rm {python}; sleep 1; {FAILS}"
+    process = slurm.start(without_programs, python=python)
+    said = process.communicate(timeout=240)[0]
+    assert "srun cannot be started: [Errno 2] No such file" in said
+    assert "MLflow was not told of the end" in said
+    assert slurm.ends() == [(1, "decide", False), (1, "decide", True)]
     assert slurm.calls("scontrol requeue 7") == 1
 
 

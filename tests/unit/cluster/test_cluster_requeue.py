@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.cluster.requeue import NextNodes, begin, decide, end, next_nodes, nodes_to_exclude, run_folder
+from dist_transformer.cluster import requeue
+from dist_transformer.cluster.requeue import Decision, NextNodes, begin, end, next_nodes, nodes_to_exclude, run_folder
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
@@ -17,6 +18,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path / "run")
     run_dir.slurm.mkdir(parents=True)
     return run_dir
+
+
+def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes | None = None) -> Decision:
+    """The decision, which is counted as `end` does it."""
+    decision = requeue.decide(run_dir, exit_code, max_restarts, left)
+    if decision.count is not None:
+        write_json(run_dir.restarts, decision.count)
+    return decision
 
 
 def _checkpoint(run_dir: RunDir, name: str) -> None:
@@ -141,11 +150,22 @@ def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
     end(run_dir, "12_3", 0, 75, "decide")
     with run_dir.attempts.open("a") as file:
         file.write('{"event": "ended", "torn')
+    begin(run_dir, "12_3", 1)
     kept = [{key: r[key] for key in r if key not in ("time", "newest", "reason")} for r in attempts(run_dir)]
     assert kept == [
         {"event": "began", "job": "12_3", "attempt": 0, "nodes": "n[1-2]", "ranks": 4},
         {"event": "ended", "job": "12_3", "attempt": 0, "exit_code": 75, "how": "decide", "requeued": True},
+        {"event": "began", "job": "12_3", "attempt": 1, "nodes": "n[1-2]", "ranks": 4},
     ]
+
+
+def test_a_decision_whose_record_failed_is_made_again_and_counts_once(run_dir: RunDir) -> None:
+    run_dir.attempts.mkdir()
+    for _ in range(4):
+        with pytest.raises(OSError, match="Is a directory"):
+            end(run_dir, "12", 0, 1, "decide")
+    run_dir.attempts.rmdir()
+    assert [end(run_dir, "12", 0, 1, "decide").then for _ in range(4)] == ["requeue", "requeue", "requeue", "stop"]
 
 
 def test_a_reason_with_an_odd_line_separator_is_still_one_record(run_dir: RunDir) -> None:

@@ -1,5 +1,6 @@
 """The batch scripts with the values of a submission, run by a real bash."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pytest
 from cluster_helpers import NASTY, config_of
 
+import dist_transformer
 from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.package_data import share_folder
 
+PACKAGE = Path(dist_transformer.__file__).parent
 SCRIPTS = sorted(path.name for path in share_folder("slurm").glob("*.sbatch"))
 END = "# --- end of settings"
 
@@ -96,6 +99,20 @@ def test_the_ranks_must_see_the_runs_the_text_and_the_prepared_corpus(tmp_path: 
     assert needed_folders(config, tmp_path / "runs") == [tmp_path / "runs", tmp_path / "prepared"]
     config = config_of(data={"root": str(tmp_path / "text")})
     assert needed_folders(config, tmp_path / "runs") == [tmp_path / "runs", tmp_path / "text"]
+
+
+@pytest.mark.parametrize("name", ["prepare.sbatch", "translate.sbatch", "command.sbatch"])
+def test_a_log_that_takes_no_more_writes_ends_no_script(tmp_path: Path, name: str) -> None:
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit 3\n")
+    (tmp_path / "srun").chmod(0o755)
+    checkout = str(PACKAGE.parent)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": checkout, "SLURM_JOB_NODELIST": "n1"}
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        done = subprocess.run(
+            ["bash", str(share_folder("slurm") / name), "translate"], cwd=tmp_path, stdout=full, check=False,
+            env={**os.environ, **slurm, "PATH": f"{tmp_path}:/usr/bin:/bin", "DIST_TRANSFORMER_PYTHON": sys.executable},
+        )  # fmt: skip
+    assert done.returncode == 3
 
 
 def test_the_preflight_is_set_up_as_the_configuration_says(tmp_path: Path) -> None:
