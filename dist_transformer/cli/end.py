@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from dist_transformer.errors import EXIT_FAILED, DistTransformerError
+from dist_transformer.errors import EXIT_FAILED, DistTransformerError, say
 from dist_transformer.processes.stop_request import leave
 from dist_transformer.run.outputs import as_message
 
@@ -19,7 +19,7 @@ def run_as_command(run: Callable[[], object]) -> None:
         run()
     except DistTransformerError as error:
         if not error.is_agreed or os.environ.get("RANK", "0") == "0":
-            print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
+            say(f"dist-transformer: {error}")
         _leave(error.exit_code)
     except BrokenPipeError:
         _drop_output()  # the reader has ended: `| head`
@@ -29,14 +29,12 @@ def run_as_command(run: Callable[[], object]) -> None:
             error.filename = "the current folder"  # was removed: os.getcwd() names none
         if error.filename is not None and error.errno is not None:
             message = as_message(error)
-            print(f"dist-transformer: {message}", file=sys.stderr, flush=True)
+            say(f"dist-transformer: {message}")
             _leave(message.exit_code)
         # The error is of standard output: errors of other files have a file name.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
-        print(
-            f"dist-transformer: cannot write: {error.strerror}; make room and start again", file=sys.stderr, flush=True
-        )
+        say(f"dist-transformer: cannot write: {error.strerror}; make room and start again")
         _drop_output()
         _leave(EXIT_FAILED)
 
@@ -49,6 +47,5 @@ def _drop_output() -> None:
 def _leave(code: int) -> None:
     """Ends the process; a rank at once, because destroying its group could wait for ranks that wait for it."""
     if "RANK" in os.environ:
-        sys.stdout.flush()
         leave(code)
     sys.exit(code)

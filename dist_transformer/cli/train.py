@@ -76,6 +76,4 @@ def _train_as_rank(
         from dist_transformer.training.metrics.console import Terminal
         from dist_transformer.training.rank import train_rank
 
-    code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
-    sys.stdout.flush()
-    leave(code)
+    leave(train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile)))

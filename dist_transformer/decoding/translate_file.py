@@ -23,7 +23,7 @@ from dist_transformer.decoding.sharded_files import (
     open_parts,
 )
 from dist_transformer.decoding.translation_lines import Task, translated
-from dist_transformer.errors import EXIT_REQUEUE, UserError
+from dist_transformer.errors import EXIT_REQUEUE, UserError, say
 from dist_transformer.format import progress_bar
 from dist_transformer.interop.shortlist import VOCABULARY_MAP
 from dist_transformer.model.search_interface import Hypothesis, Searcher, SearchInput
@@ -51,7 +51,7 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     parts = open_parts(output, plan, -(-num_lines // lines_of_chunk))
     if parts is None:
         if rank == 0:
-            print(f"{output}: is there already", file=sys.stderr)
+            say(f"{output}: is there already")
         return
     search = open_search(task.engine, folders, task.settings, task.plugin)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
@@ -67,10 +67,10 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
                 texts = translated(task, search, lines, given, first, lambda done: show("translating", done, num_lines))
                 parts.write(chunk, list(texts))
             if rank == 0 and time.monotonic() - last_report > TELL_SECONDS:
-                print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
+                say(f"{output}: {parts.num_done()} of {parts.num_chunks} parts")
                 last_report = time.monotonic()
     if parts.join():
-        print(f"{output}: {num_lines:,} lines translated", file=sys.stderr)
+        say(f"{output}: {num_lines:,} lines translated")
 
 
 def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:
@@ -125,6 +125,6 @@ class _StoppableSearcher:
                     f"last: {self._num_before} of {parts.num_chunks} are; give the job more time (--time) or more tasks, and "
                     "submit it again: what is done is kept"
                 )
-            print(f"stopped while translating ({reason}); the same command resumes it", file=sys.stderr, flush=True)
+            say(f"stopped while translating ({reason}); the same command resumes it")
             sys.exit(EXIT_REQUEUE)
         return self._searcher.search(batch)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.files import write_json, write_text
 from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
@@ -51,11 +51,11 @@ def run_due(pipeline: Pipeline, states: dict[str, State], signals: Signals) -> i
         if signals.came:
             return EXIT_REQUEUE
         why = state.why or ("begins" if state.restarts else "resumes")
-        print(f"node {name} ({pipeline.nodes[name].kind}): {why}", file=sys.stderr, flush=True)
+        say(f"node {name} ({pipeline.nodes[name].kind}): {why}")
         begin(pipeline, name, state)
         if (code := run_node(pipeline, name, signals)) != EXIT_DONE:
             again = "; the same command resumes it" if code == EXIT_REQUEUE else ""
-            print(f"node {name}: ended with exit code {code}{again}", file=sys.stderr, flush=True)
+            say(f"node {name}: ended with exit code {code}{again}")
             return code
     return EXIT_DONE
 
@@ -76,7 +76,7 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> None:
         numbered = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
         old = next(path for path in numbered if not path.exists())
         folder.rename(old)
-        print(f"{folder}: begins anew; what was there is kept as {old.name}", file=sys.stderr, flush=True)
+        say(f"{folder}: begins anew; what was there is kept as {old.name}")
     for name, state in states.items():
         if not state.is_due:
             complete(pipeline, name)

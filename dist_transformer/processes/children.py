@@ -147,7 +147,4 @@ def _work_and_leave(work: Callable[[], object]) -> NoReturn:
     except BaseException:  # noqa: BLE001  (as the interpreter does at its end)
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
         leave(code)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import BinaryIO
 
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError, say
 from dist_transformer.processes.children import Forked, Process, Signals, forwarding_signals, holding_signals, kill
 from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE, signal_at_the_end_of
 
@@ -91,7 +91,7 @@ def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], sig
     if code < 0:
         return _named_failure("the process that prepares the corpus", code)
     if signals.came and code == EXIT_DONE:
-        print("stopped before the first step; the same command resumes it", file=sys.stderr, flush=True)
+        say("stopped before the first step; the same command resumes it")
         return EXIT_REQUEUE
     return code
 
@@ -236,8 +236,7 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bo
         if first_failure is not None:
             continue
         if was_killed:  # no rank has failed: it had finished its work before it let the others leave
-            said = f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed"
-            print(said, file=sys.stderr, flush=True)
+            say(f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed")
             codes[rank] = EXIT_FAILED
         elif code not in (EXIT_DONE, EXIT_REQUEUE):
             first_failure = _named_failure(f"rank {rank}", code)
@@ -249,7 +248,7 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bo
 
 def _named_failure(who: str, code: int) -> int:
     if code < 0:
-        print(f"{who} was ended by signal {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        say(f"{who} was ended by signal {signal.Signals(-code).name}")
         return EXIT_FAILED
     return code
 

@@ -9,11 +9,13 @@ import math
 import multiprocessing.forkserver
 import multiprocessing.process
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -76,6 +78,10 @@ class StopRequest:
                 signal.signal(number, self._note)
         if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
             signal_at_the_end_of(int(launcher))
+        if len(os.fsencode(theirs := tempfile.gettempdir())) > 75:  # and 32 below it: the longest address of a socket
+            tempfile.tempdir = "/tmp"
+            multiprocessing.util.get_temp_dir()  # of their sockets, made now; `leave` and a normal exit remove it
+            tempfile.tempdir = theirs
         for helper in (multiprocessing.resource_tracker, multiprocessing.forkserver):
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first start unblocks some
             helper.ensure_running()
@@ -135,6 +141,9 @@ def leave(code: int) -> NoReturn:
     folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder is not None:  # holds the sockets of helper processes; a normal exit of Python would remove it
         shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -8,7 +8,6 @@ import errno
 import os
 import platform
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import filelock
 
-from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError, say
 from dist_transformer.files import file_clock, read_json, refresh, write_json
 from dist_transformer.run.folder import RunDir
 
@@ -223,5 +222,5 @@ def _boot() -> str:
 
 def _leave(message: str) -> None:
     """Ends this process at once, without a requeue: two jobs that write into one run folder would ruin it."""
-    print(f"{message}; this process ends", file=sys.stderr, flush=True)
+    say(f"{message}; this process ends")
     os._exit(EXIT_USER_ERROR)

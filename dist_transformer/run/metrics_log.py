@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
+from dist_transformer.errors import say
 from dist_transformer.files import repeatedly, replacing
 from dist_transformer.run.records import records_of
 from dist_transformer.run.tail import end_of_last_line
@@ -53,7 +54,8 @@ class MetricsLog:
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
         line = encode(head | dict(values))
-        self._say(line)
+        if self._echo is not None:
+            say(line[:-1], self._echo)
         self._pending += line.encode()
         try:
             self._write()
@@ -95,13 +97,6 @@ class MetricsLog:
         with suppress(OSError):
             if file is not None:
                 file.close()
-
-    def _say(self, line: str) -> None:
-        if self._echo is not None:
-            try:
-                print(line, end="", file=self._echo, flush=True)
-            except OSError:  # its reader has closed it
-                self._echo = None
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError, say
 from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
 from dist_transformer.processes.launching import threads_per_rank
 from dist_transformer.processes.stop_request import StopRequest, leave
@@ -79,7 +79,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     except Exception as error:  # noqa: BLE001  (the last handler: reports and leaves, so that the other ranks can)
         cause = group.explain(error)  # short if this rank only lost another one, whose message must stay visible
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
-        print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
+        say(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}")
         _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1])
         sys.stderr.flush()
         leave(EXIT_FAILED)
@@ -166,7 +166,7 @@ class _LogFile(logging.FileHandler):
         """Reports the first error on standard error, instead of a traceback for each line."""
         if not self.is_reported:
             self.is_reported = True
-            print(f"{self.baseFilename}: {sys.exc_info()[1]}; lines of the log are lost there", file=sys.stderr)
+            say(f"{self.baseFilename}: {sys.exc_info()[1]}; lines of the log are lost there")
 
 
 def _default_threads(ranks: Ranks) -> int:

@@ -2,12 +2,11 @@
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.errors import EXIT_HANG
+from dist_transformer.errors import EXIT_HANG, say
 
 
 class Watchdog:
@@ -42,11 +41,9 @@ class Watchdog:
                 self._end(silent)
 
     def _end(self, silent_seconds: float) -> None:
-        print(
+        say(
             f"rank {self._ranks.rank}: no progress for {silent_seconds:.0f} s (training.hang_seconds = "
-            f"{self._hang_seconds}) while {self._doing}; {self._ranks.last.text()}; where each thread stands:",
-            file=sys.stderr,
+            f"{self._hang_seconds}) while {self._doing}; {self._ranks.last.text()}; where each thread stands:"
         )
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        sys.stderr.flush()
+        faulthandler.dump_traceback(2)  # all threads; the number of the file, as standard error may be closed
         os._exit(EXIT_HANG)

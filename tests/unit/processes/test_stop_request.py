@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from running import without
@@ -122,6 +123,21 @@ def test_other_signals_after_the_first_do_not_cost_the_save(start):
         assert reason_of(process) == "signal SIGUSR1"
     process.send_signal(STOP_SIGNALS[-1])
     assert process.wait(30) == 128 + STOP_SIGNALS[-1]
+
+
+def test_a_folder_for_temporary_files_may_have_a_long_name(start, tmp_path):
+    """The address of a socket has 107 bytes; the sockets' folder is removed at the end."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    told = """
+    import multiprocessing.util, tempfile
+    print("ready", multiprocessing.util.get_temp_dir(), tempfile.gettempdir(), sep="\\n", flush=True)
+    """
+    process = start(told, TMPDIR=str(long))
+    sockets, temporary = process.stdout.read().split()
+    assert process.wait(30) == 0
+    assert (Path(sockets).parent, temporary) == (Path("/tmp"), str(long))
+    assert not Path(sockets).exists()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """What stands at a path decides whether it is written; an error of the system ends as a message with the right exit code."""
 
 import errno
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,20 @@ def test_a_file_in_the_place_of_the_checkpoints_is_told_before_the_first_step(tm
     (tmp_path / "checkpoints").write_text("x")
     with pytest.raises(UserError, match="checkpoints: is a file, expected the folder"):
         check_run_folder(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize("error", [UserError("mine"), of_system("EISDIR", Path("a"))], ids=str)
+def test_a_full_standard_error_keeps_the_exit_code(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    def fail() -> None:
+        raise error
+
+    with Path("/dev/full").open("wb", buffering=0) as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(SystemExit) as end:
+            run_as_command(fail)
+    assert end.value.code == EXIT_USER_ERROR
 
 
 def test_a_current_folder_that_was_removed_is_said(

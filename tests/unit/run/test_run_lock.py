@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -168,13 +169,19 @@ def test_the_heart_beats_while_the_lock_is_held(run_dir: RunDir) -> None:
     lock.release()
 
 
-def test_a_holder_that_was_taken_over_ends_at_once(run_dir: RunDir) -> None:
-    first = _other_process(run_dir)
+@pytest.mark.parametrize("standard_error", ["/dev/null", "/dev/full"])
+def test_a_holder_that_was_taken_over_ends_at_once(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, standard_error: str
+) -> None:
+    with Path(standard_error).open("w") as file, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", file)
+        first = _other_process(run_dir)
     _until(run_dir.owner.exists)
     owner = run_dir.owner.with_name("new")
     owner.write_text(json.dumps(ELSEWHERE))
     owner.replace(run_dir.owner)
     first.join(10)
+    first.kill()
     assert first.exitcode == 2  # its job is not requeued against the new one
 
 

@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from running import NOT_INHERITED, without
 
 from dist_transformer.distributed.group import LastCollective, explain
 from dist_transformer.errors import EXIT_HANG
+from dist_transformer.training.watchdog import Watchdog
 
 WATCHED = """
 import threading
@@ -75,6 +77,18 @@ def test_no_progress_ends_the_process_with_the_stacks_of_all_threads():
     assert "rank 0: no progress for" in done.stderr
     assert "while computing step 7; last collective: 1 (gather), ended " in done.stderr
     assert re.search(r'File "<string>", line \d+ in <module>', done.stderr)
+
+
+def test_a_standard_error_that_takes_no_more_writes_keeps_no_rank_alive(ranks, monkeypatch):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        if (pid := os.fork()) == 0:
+            try:
+                Watchdog(1, ranks)._end(2.0)
+            finally:
+                os._exit(1)
+        monkeypatch.undo()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_HANG
 
 
 @pytest.mark.slow
