@@ -98,9 +98,9 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
             shutil.rmtree(left_over, ignore_errors=True)
         try:
             return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)
-        except MachineError as error:
+        except (MachineError, OSError) as error:
             raise MachineError(f"{run_dir.model} could not be written: {error}") from error
-        except (UserError, OSError) as error:
+        except UserError as error:
             raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
 
     made_of = run_on_rank_zero(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import resource
 import sys
 import traceback
 from functools import partial
@@ -48,6 +49,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     Raises:
         UserError: on every rank; the process must then leave without touching its group.
     """
+    _allow_open_files()
     config, precision = resolve_precision(config, torch.cuda.is_available())
     folder, manifest = prepare_with_progress(config, stop)
     ranks = group.join(config.training.hang_seconds)
@@ -72,6 +74,8 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         raise
     except OSError as error:
         message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is back"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            message = f"{error}: raise the limit on open files (ulimit -n), and start again"
         _note_failure(run_dir, ranks, message)
         # A path that was writable at the start and is not any more is on a disk that failed: no error of the user.
         is_theirs = is_misplaced(error) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
@@ -81,11 +85,17 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         say(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}")
         _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1])
-        sys.stderr.flush()
         leave(EXIT_FAILED)
     lock.release()
     group.leave()
     return code
+
+
+def _allow_open_files() -> None:
+    """Raises the limit on open files, often 1024, as far as it may be, to 65,536: rank 0 has four for each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2**16)), hard))
 
 
 def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest, terminal: Terminal) -> int:

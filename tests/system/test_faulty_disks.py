@@ -136,9 +136,9 @@ def test_a_disk_that_fails_for_good_ends_each_start_with_one_message_and_costs_n
     command(*first)
     checkpoint = "checkpoint of step 6 was given up: .*the run can resume from step_00000003"
     for what, code, message in (
-        (fault("write", path=f"{CHECKPOINTS}.tmp/*", error="ENOSPC"), EXIT_USER_ERROR, checkpoint),
-        (fault("fsync", path=f"{CHECKPOINTS}.tmp/*", error="EIO"), EXIT_USER_ERROR, checkpoint),
-        (fault("rename", path=f"{CHECKPOINTS}/step_00000006", error="ESTALE"), EXIT_USER_ERROR, checkpoint),
+        (fault("write", path=f"{CHECKPOINTS}.tmp/*", error="ENOSPC"), EXIT_FAILED, checkpoint),
+        (fault("fsync", path=f"{CHECKPOINTS}.tmp/*", error="EIO"), EXIT_FAILED, checkpoint),
+        (fault("rename", path=f"{CHECKPOINTS}/step_00000006", error="ESTALE"), EXIT_FAILED, checkpoint),
         (fault("read", path=f"{CHECKPOINTS}/state_0.safetensors", error="EIO"), EXIT_FAILED, "cannot be read now"),
         (fault("readdir", path=CHECKPOINTS, error="ESTALE"), EXIT_FAILED, "Stale file handle.* start again"),
         (fault("create", "mkdir", "write", error="ENOSPC"), EXIT_FAILED, "cannot be written"),
@@ -164,7 +164,7 @@ def test_two_ranks_whose_disk_is_gone_during_a_save_end_with_one_message(command
     """Rank 0 alone reads the folder then; the other learns of it, and is not left behind in a collective."""
     command(*arguments(disk, prepared, "training.max_steps=3"), "--ranks", 2)
     disk.set(fault("open", "read", "readdir", path=f"{CHECKPOINTS}/step_00000006.tmp*", error="ESTALE"))
-    said = command(*arguments(disk, prepared), "--ranks", 2, code=EXIT_USER_ERROR)
+    said = command(*arguments(disk, prepared), "--ranks", 2, code=EXIT_FAILED)
     assert_one_message(said, "checkpoint of step 6 was given up: ")
     assert "lost" not in said
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dist_transformer.errors import CheckpointError
+from dist_transformer.errors import MachineError
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
 
 if TYPE_CHECKING:  # the engine is only passed in; importing it here would import DeepSpeed
@@ -56,7 +56,7 @@ class CheckpointSaver:
         """Saves this step and waits for the end of it (collective).
 
         Raises:
-            CheckpointError: on every rank: the checkpoint could not be saved.
+            MachineError: on every rank: the checkpoint could not be saved.
         """
         self.save(step, state)
         if self._done != step:
@@ -80,7 +80,7 @@ class CheckpointSaver:
             self._begun = self._done
             message = f"checkpoint of step {saved.step} was given up: {saved.problem}"
             if is_last:
-                raise CheckpointError(message).agreed()
+                raise MachineError(message).agreed()
             log.error("save       %s; training continues, and tries again at the next one", message)
         else:
             self._done = self._begun

@@ -1,27 +1,69 @@
 """What rank 0 tells of a run beside its checkpoints: which one is the best, the history, and what a full disk does to it."""
 
+import errno
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from checkpoint_helpers import on_ranks, save
 
 from dist_transformer.config.schema import Config, ModelConfig, ValidationConfig
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WorkFailed
-from dist_transformer.errors import UserError
+from dist_transformer.errors import CheckpointError, MachineError, UserError
+from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.outbox import add_event
-from dist_transformer.training import run_log
+from dist_transformer.training import finish, rank, run_log
+from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.run_log import add_to_history, is_best_so_far, note
 from dist_transformer.training.validation import translation
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 
 FULL = Path("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(OSError(5, "Input/output error"), MachineError), (UserError("mine"), CheckpointError)]
+)
+def test_a_disk_that_fails_while_the_model_is_written_is_no_mistake_of_the_user(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[UserError]
+) -> None:
+    run = SimpleNamespace(
+        run_dir=RunDir(tmp_path), ranks=ranks, config=None, manifest=None, data=SimpleNamespace(folder=tmp_path),
+        doing=lambda words: lambda: None, wants_stop=lambda: False,
+    )  # fmt: skip
+    monkeypatch.setattr(finish, "write_final_model", Mock(side_effect=error))
+    with pytest.raises(kind, match=f"{tmp_path}/model could not be written: ") as told:
+        finish._write_model(run, None)  # type: ignore[arg-type]
+    assert told.type is kind
+
+
+def test_the_limit_on_open_files_is_raised_and_named_where_it_is_reached(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has four for each rank."""
+    config, lock = Config(data={"train": {"demo": "train"}}), SimpleNamespace(release=lambda: None)
+    made = {"prepare_with_progress": (tmp_path, SimpleNamespace(digest="x")), "_lock": lock, "_set_up_logging": None}
+    for name, value in made.items():
+        monkeypatch.setattr(rank, name, Mock(return_value=value))
+    monkeypatch.setattr(rank.group, "join", Mock(return_value=ranks))
+    monkeypatch.setattr(rank, "open_run_data", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        with pytest.raises(MachineError, match=r"Too many open files: raise the limit on open files \(ulimit -n\)"):
+            rank.train_rank(config, RunDir(tmp_path), StopRequest(), Terminal())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 2**16), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 class Told:
