@@ -174,10 +174,10 @@ class AsyncWriter:
     def _wait(self, writer: "_Writer", doing: str) -> None:
         """Waits until no rank writes (collective). Progress on one rank is progress on all, as others wait for it."""
         self._progress(doing)
-        before = self._ranks.all_gather_object(writer.standing())
+        before = self._ranks.all_gather_object(writer.standing(self._ranks.is_rank_zero))
         while any(is_alive for is_alive, _, _ in before):
             writer.join(LOOK_SECONDS)
-            now = self._ranks.all_gather_object(writer.standing())
+            now = self._ranks.all_gather_object(writer.standing(self._ranks.is_rank_zero))
             if now != before:
                 self._progress(doing)
             before = now
@@ -281,16 +281,16 @@ class _Writer(threading.Thread):
         except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the main thread)
             self._error = error
 
-    def standing(self) -> tuple[bool, int, int]:
-        """Returns (whether the thread runs, and two numbers that change only with its progress)."""
-        is_alive = self.is_alive()
+    def standing(self, looks: bool) -> tuple[bool, int, int]:
+        """Returns (whether the thread runs, and two numbers that change only with progress); the second is of all ranks'
+        files, at which one rank `looks`."""
         blocks = 0
-        if is_alive and not self._stages_done:
+        if looks:
             try:  # safetensors first writes a hidden file, at once of full length: only its blocks grow
                 blocks = sum(path.stat().st_blocks for path in self._path.parent.iterdir())
             except OSError:
                 blocks = -1  # a file was renamed meanwhile
-        return is_alive, self._stages_done, blocks
+        return self.is_alive(), self._stages_done, blocks
 
     def result(self) -> tuple[dict[str, Any] | None, str | None]:
         """Returns the file's manifest entry, or the disk's error, after the thread's end; raises any other error."""

@@ -16,7 +16,7 @@ from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer, checkpoints
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
-from dist_transformer.training.checkpoint.tensor_files import Weights
+from dist_transformer.training.checkpoint.tensor_files import Weights, file_name
 
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -53,6 +53,40 @@ def test_what_ranks_save_together_is_the_whole_state(run_dir, num_ranks):
         for name, tensor in tensors.items():
             assert torch.equal(other.tensors[part][name], tensor)
     assert (run_dir.checkpoints / "latest").read_text(encoding="utf-8") == "step_00000005\n"
+
+
+def test_one_rank_looks_at_the_files_of_all_and_slow_writing_is_progress_of_all(run_dir, monkeypatch):
+    write, standing, looked, told = async_writer.write_state_file, async_writer._Writer.standing, set(), Counter()
+    is_seen = threading.Event()
+
+    def slowly(path, *rest):
+        if path.name != file_name(0):
+            with path.with_name(f".{path.name}").open("wb", buffering=0) as hidden:
+                for _ in range(400):
+                    hidden.write(bytes(1 << 16))
+                    if is_seen.wait(0.05):
+                        break
+            (path.with_name(f".{path.name}")).unlink()
+        write(path, *rest)
+
+    def work(ranks):
+        def progress(doing):
+            told[ranks.rank] += doing.startswith("writing")
+            if min(told[rank] for rank in range(3)) > 4:
+                is_seen.set()
+
+        saver = saver_of(run_dir, ranks, progress)
+        saver.begin(MemoryEngine(5, ranks.rank, 3), state_of(5))
+        return saver.finish()
+
+    monkeypatch.setattr(async_writer, "write_state_file", slowly)
+    monkeypatch.setattr(async_writer, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(
+        async_writer._Writer, "standing", lambda self, looks: looked.add((self.name, looks)) or standing(self, looks)
+    )
+    assert [saved.problem for saved in on_ranks(3, work)] == [None] * 3
+    assert is_seen.is_set()
+    assert {name for name, looks in looked if looks} == {f"writes {file_name(0)}"}
 
 
 def test_training_goes_on_while_it_is_written_and_changes_nothing_of_it(run_dir, monkeypatch):
