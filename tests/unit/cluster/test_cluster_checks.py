@@ -212,6 +212,11 @@ def test_an_option_without_an_answer_at_once_is_refused_unless_it_is_off(run_dir
     assert _problems(run_dir, sbatch={name: None}) == _problems(run_dir, sbatch={name: False}) == []
 
 
+def test_another_cluster_is_refused(run_dir: RunDir) -> None:
+    needed = "`status` would not find the job; remove it, and submit from a login node of that cluster"
+    assert _problems(run_dir, sbatch={"clusters": "b"}) == [f"slurm.sbatch.clusters: {needed}"]
+
+
 @pytest.mark.parametrize(("name", "option"), [("exclud", "exclude"), ("gre", "gres")])
 def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, option: str) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == [

@@ -1,5 +1,8 @@
 """A submission that sbatch refuses leaves the run folder as it was, and a second one at the same time changes nothing."""
 
+import os
+import shutil
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,6 +63,36 @@ def test_a_run_folder_that_was_not_there_is_not_there_after_a_refusal(tmp_path: 
     with pytest.raises(SlurmError):
         _submit(RunDir(tmp_path / "runs" / "new"), "first")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can work as two others")
+@pytest.mark.parametrize("answer", [SBATCH, REFUSES], ids=["accepted", "refused"])
+def test_a_colleague_in_a_shared_folder_submits_what_another_has_submitted(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """Without the right to read the script of the other, which is put back after a refusal."""
+    shared = Path(tempfile.mkdtemp())  # that of pytest is closed to others
+    run_dir = RunDir(shared / "run")
+    _submit(run_dir, "first")
+    for name, body in (("sbatch", answer), ("squeue", "")):
+        FakeSlurm(shared).program(name, body)
+    monkeypatch.setenv("PATH", f"{shared}:{os.environ['PATH']}")
+    before = _files(run_dir.path)
+    for path in (shared, *shared.rglob("*")):
+        path.chmod(0o600 if path.suffix == ".sbatch" else 0o777)
+    try:
+        os.seteuid(12345)
+        try:
+            _submit(run_dir, "second")
+            refused = False
+        except SlurmError as error:
+            refused = "invalid partition" in str(error)
+    finally:
+        os.seteuid(0)
+    assert refused == (answer == REFUSES)
+    assert _files(run_dir.path) == before if refused else run_dir.config.read_text() == "second"
+    assert not (run_dir.slurm / "before").exists()
+    shutil.rmtree(shared)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MachineError("full"), KeyboardInterrupt()])
