@@ -25,7 +25,7 @@ from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.config.yaml_positions import merge
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
-from dist_transformer.errors import ConfigError, MachineError, UserError
+from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
@@ -65,6 +65,8 @@ def run_command(
                 raise UserError(
                     f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it, or end it with scancel"
                 )
+            if signals.came:
+                sys.exit(EXIT_REQUEUE)
             set_aside(pipeline, states)
             code = run_due(pipeline, states, signals)
     if code == 0:

@@ -32,6 +32,9 @@ NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens")
 PREPARED_BY: dict[str, Any] = {"run": {"seed"}, "data": True, "tokenizer": True}
 NOT_PREPARED_BY = {"lanes", "max_tokens", "window_rows", "loader_workers", "audit"}
 """Settings that a prepared corpus depends on, and those of `data` that are of training alone."""
+NO_RESULT = (("training", "hang_seconds"), ("training", "max_hours"), ("training", "log_every_steps"),
+             ("data", "loader_workers"), ("data", "audit"))  # fmt: skip
+"""Settings on which no result of training depends: a message may have recommended others."""
 Fingerprints = dict[str, list[Any]]
 """Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
 
@@ -54,10 +57,10 @@ class State:
 
 def states_of(pipeline: Pipeline) -> dict[str, State]:
     """The state of every node, in their order. Raises ConfigError: problems of configurations, missing files."""
-    found, problems = dict[str, State](), list[str]()
+    found, problems, hashed = dict[str, State](), list[str](), Fingerprints()
     for name in pipeline.nodes:
         try:
-            found[name] = _state_of(pipeline, name, found)
+            found[name] = _state_of(pipeline, name, found, hashed)
         except ConfigError as error:
             problems += error.problems
             found[name] = State("new", "", {}, {"key": ""}, restarts=True, is_due=True)  # the others are checked too
@@ -94,7 +97,7 @@ def made_files(pipeline: Pipeline, name: str, known: Fingerprints | None = None)
     """Fingerprints of what a node has made."""
     folder = pipeline.folder(name)
     paths = [path for made in KINDS[pipeline.nodes[name].kind].made for path in _files_at(folder / made)]
-    return _fingerprints({str(path.relative_to(folder)): path for path in paths}, known or {})
+    return _fingerprints({str(path.relative_to(folder)): path for path in paths}, known or {}, {})
 
 
 def made_at(made: Fingerprints) -> float:
@@ -103,18 +106,18 @@ def made_at(made: Fingerprints) -> float:
     return round(newest / 1e9, 3)
 
 
-def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
+def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: Fingerprints) -> State:
     record, reads = read_record(pipeline.folder(name) / RECORD), pipeline.nodes[name].reads
     settings, paths = _what_goes_in(pipeline, name)
-    files = _fingerprints(paths, record.get("files", {}))
-    root = json.dumps(str(pipeline.root))[:-1]  # as paths below it begin in JSON; it may be moved
-    text = json.dumps(settings, sort_keys=True)
-    # As the version before counted them: a node that it has made is not made again.
-    former = json_digest(text.replace(str(pipeline.root), ""))
-    before_of = record.get("made_of")
-    is_former = isinstance(before_of, dict) and before_of.get("settings") == former
+    files = _fingerprints(paths, record.get("files", {}), hashed)
+    # As versions before counted them: a node that they have made is not made again.
+    bare = json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), ""))
+    former, before_of = (bare, _digest(settings, pipeline.root)), record.get("made_of")
+    counted = before_of.get("settings") if isinstance(before_of, dict) else None
+    for section, key in NO_RESULT if pipeline.nodes[name].kind == "train" else ():
+        del settings[1][section][key]
     made_of = {
-        "settings": former if is_former else json_digest(text.replace(f"{root}/", '"/').replace(f'{root}"', '""')),
+        "settings": counted if counted in former else _digest(settings, pipeline.root),
         "files": _sums(files),
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
@@ -135,6 +138,12 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
         state in ("new", "changed") or any(before[other].restarts for other in reads) or (state == "done" and due != [])
     )
     return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
+
+
+def _digest(settings: Any, root: Path) -> str:
+    start = json.dumps(str(root))[:-1]  # as paths below it begin in JSON; it may be moved
+    text = json.dumps(settings, sort_keys=True)
+    return json_digest(text.replace(f"{start}/", '"/').replace(f'{start}"', '""'))
 
 
 def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
@@ -190,13 +199,14 @@ def _files_at(path: Path) -> list[Path]:
     return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"]
 
 
-def _fingerprints(paths: dict[str, Path], known: Fingerprints) -> Fingerprints:
-    """Fingerprints of files; one that has the size and time of a known one is not read again."""
+def _fingerprints(paths: dict[str, Path], known: Fingerprints, hashed: Fingerprints) -> Fingerprints:
+    """Fingerprints of files; one that has the size and time of a known one is not read again. `hashed`, by paths, grows."""
     found = {}
     for name, path in paths.items():
         stat = path.stat()
-        now, before = [stat.st_size, stat.st_mtime_ns], known.get(name, [])
-        found[name] = before if before[:2] == now else [*now, file_sha256(path)]
+        now, before = [stat.st_size, stat.st_mtime_ns], (known.get(name, []), hashed.get(str(path), []))
+        same = next((each for each in before if each[:2] == now), None)
+        found[name] = hashed[str(path)] = same or [*now, file_sha256(path)]
     return found
 
 

@@ -3,13 +3,16 @@
 import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from typer.testing import CliRunner
 
-from dist_transformer.errors import ConfigError, MachineError, UserError
+from dist_transformer.cli import pipeline as cli
+from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.results import status_rows
@@ -124,6 +127,42 @@ def test_changed_settings_and_another_version_begin_anew(folder, monkeypatch):
     assert set(due(pipeline_in(folder)).values()) >= {"changed: version"}
 
 
+def test_a_run_resumes_with_other_settings_on_which_no_result_depends(folder):
+    """Such as those that a message recommends to a run that was interrupted."""
+    make(pipeline_in(folder), "teacher", states_of(pipeline_in(folder))["teacher"], is_whole=False)
+    free = ("training.hang_seconds=7200", "training.max_hours=3", "training.log_every_steps=7", "data.loader_workers=0")
+    pipeline = pipeline_in(folder, *(f"set.{each}" for each in free), "set.data.audit=true")
+    assert (states_of(pipeline)["teacher"].state, states_of(pipeline)["teacher"].restarts) == ("begun", False)
+    begin(pipeline, "teacher", states_of(pipeline)["teacher"])
+    assert "hang_seconds: 7200" in (pipeline.folder("teacher") / "settings.yaml").read_text()
+
+
+def test_a_stop_before_anything_runs_sets_nothing_aside(folder, monkeypatch):
+    """As while files are hashed."""
+    make(pipeline_in(folder), "teacher", states_of(pipeline_in(folder))["teacher"], is_whole=False)
+    changed = "set.training.max_steps=6"
+
+    def stopped(pipeline: Pipeline) -> dict[str, State]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return states_of(pipeline)
+
+    monkeypatch.setattr(cli, "states_of", stopped)
+    done = CliRunner().invoke(cli.app, ["run", str(folder / "pipeline.yaml"), changed])
+    assert done.exit_code == EXIT_REQUEUE
+    assert [path.name for path in (folder / "root").iterdir() if path.is_dir()] == ["teacher"]
+    assert states_of(pipeline_in(folder, changed))["teacher"].why == "changed: settings"
+
+
+def test_a_file_that_several_nodes_read_is_hashed_once(folder, monkeypatch):
+    hashed, sha256 = list[Path](), module.file_sha256
+    monkeypatch.setattr(module, "file_sha256", lambda path: hashed.append(path) or sha256(path))
+    states = states_of(pipeline_in(folder))
+    assert sorted(hashed) == sorted({*hashed})
+    assert {*map(str, hashed)} >= {str(folder / name) for name in ("mono", "train.en")}
+    sums = [states[name].now["files"]["mono"][-1] for name in ("forward", "kept", "other")]
+    assert sums == [sha256(folder / "mono")] * 3
+
+
 def test_a_prepared_corpus_depends_on_no_setting_of_training_alone(folder):
     text = (folder / "pipeline.yaml").read_text()
     (folder / "pipeline.yaml").write_text(f"{text}  corpus: {{kind: prepare, config: base.yaml}}\n")
@@ -182,8 +221,10 @@ def test_a_pipeline_that_is_moved_stays_done(place, folder):
     assert due(pipeline_in(folder, f"root={folder}/elsewhere", *more)) == {}
 
 
-def test_a_node_that_the_version_before_has_made_stays_done(folder):
-    """It cut the root as bare text: out of its name in those beside it too, but not where JSON escapes it."""
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare):
+    """One cut the root as bare text: out of its name in those beside it too, but not where JSON escapes it. Both counted
+    every setting."""
     (folder / "würfe_text").mkdir()
     (folder / "würfe_text" / "mono").write_text("1\n2\n")
     pipeline = pipeline_in(folder, f"root={folder}/würfe", "nodes.forward.input=würfe_text/mono")
@@ -191,8 +232,9 @@ def test_a_node_that_the_version_before_has_made_stays_done(folder):
     keys: dict[str, str] = {}
     for name, node in pipeline.nodes.items():
         record = read_json(pipeline.folder(name) / module.RECORD)
-        text = json.dumps(module._what_goes_in(pipeline, name)[0], sort_keys=True)
-        record["made_of"]["settings"] = module.json_digest(text.replace(str(pipeline.root), ""))
+        settings = module._what_goes_in(pipeline, name)[0]
+        bare = module.json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), ""))
+        record["made_of"]["settings"] = bare if is_bare else module._digest(settings, pipeline.root)
         record["made_of"]["nodes"] = {other: keys[other] for other in node.reads}
         keys[name] = record["key"] = module.json_digest(record["made_of"])
         write_json(pipeline.folder(name) / module.RECORD, record)
