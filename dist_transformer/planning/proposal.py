@@ -50,7 +50,7 @@ def proposed(preset: str, tokens: float, long_tokens: int, characters: int, max_
     by_epochs = max(200, rounded(recipe["epochs"] * steps_per_epoch(preset, tokens)))
     steps = max_steps or min(recipe["max_steps"], by_epochs)
     warmup, every = min(recipe["warmup_steps"], max(1, steps // 4)), max(1, min(25, steps // 10), steps // 50)
-    pieces = max(2 * characters + 8, min(recipe["vocabulary"], rounded(max(10, tokens / TOKENS_A_PIECE))))
+    pieces = min(recipe["vocabulary"], max(2 * characters + 8, rounded(max(10, tokens / TOKENS_A_PIECE))))
     peak, shorter = recipe["learning_rate"], warmup / recipe["warmup_steps"]
     rate = peak and rounded(peak * shorter**0.25)
     is_fast = peak is not None  # not the paper's

@@ -64,8 +64,7 @@ def test_a_shorter_warm_up_has_a_lower_peak() -> None:
 def test_every_character_has_a_piece_unless_there_are_thousands() -> None:
     few, many = proposed("tiny", 1000, 20, 90), proposed("small", 1e7, 40, 5000)
     assert few["tokenizer"] == {"vocabulary_size": 188, "character_coverage": 1.0}
-    assert many["tokenizer"]["vocabulary_size"] > 10_000
-    assert many["tokenizer"]["character_coverage"] < 1
+    assert many["tokenizer"] == {"vocabulary_size": 8000, "character_coverage": 0.9995}
 
 
 @given(
