@@ -18,7 +18,7 @@ import numpy as np
 
 from dist_transformer.config.data_schema import CorpusConfig, TokenizerConfig
 from dist_transformer.config.schema import Config
-from dist_transformer.data.filters import Cleaner, HeldOut
+from dist_transformer.data.filters import Cleaner, HeldOut, without_markup
 from dist_transformer.data.loader.window_request import RowSlice
 from dist_transformer.data.manifest import TOKENIZER_FOLDER, RowGroup, Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.modifiers import Modifiers, inline_tags
@@ -203,12 +203,15 @@ def read_held_out(config: Config) -> HeldOut | None:
         DataError: one of the corpora cannot be read.
     """
     data, sides = config.data, (list[Keys](), list[Keys]())
+    filters = [data.filters_of(corpus) for corpus in data.training_corpora().values()]
+    forms = (str, without_markup) if any("markup" in each.thresholds() for each in filters) else (str,)
     for name, corpus in (data.held_out_corpora() if data.holds_out() else {}).items():
         try:
             for batch in read_corpus(corpus, data, SAMPLE_ROWS):
                 bare = [text and text.removeprefix(batch.prefix) for text in batch.source]
                 for keys, texts in ((sides[0], bare), (sides[1], batch.target)):
-                    keys.append(Sentences([text for text in texts if text and text.strip()]).keys)
+                    kept = [text for text in texts if text and text.strip()]
+                    keys.append(Sentences([form(text) for text in kept for form in forms]).keys)
         except DataError as error:
             raise DataError(
                 f"data.{name}: its sentences cannot be kept out of the training corpora: {error} Mend it, or set "

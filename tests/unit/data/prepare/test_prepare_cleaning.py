@@ -211,6 +211,16 @@ def test_validation_and_test_sentences_are_removed_unless_told_otherwise(tmp_pat
     assert prepared_folder(other_test) != prepared_folder(config) != prepared_folder(off)
 
 
+def test_held_out_sentences_with_markup_are_removed_before_and_after_their_repair(tmp_path: Path):
+    marked = [(f"<i>{source}</i> &amp;", f"{target} &lt;") for source, target in PAIRS[300:310]]
+    plain = [(f"{source} &", f"{target} <") for source, target in PAIRS[300:310]]
+    write_tsv(tmp_path / "test.tsv", marked)
+    for rule, rows in ((True, 50), (False, 60)):
+        rules = {"markup": rule and 0.9, "held_out": True}
+        config = config_in(tmp_path, [*PAIRS[:50], *marked, *plain], rules, test={"path": "test.tsv"})
+        assert len(rows_in(config)) == rows
+
+
 def test_a_test_set_that_cannot_be_read_stops_the_preparation_unless_it_may_be_in_training(tmp_path: Path):
     write_text(tmp_path)
     (tmp_path / "test.tsv").write_text("only one column\n")
