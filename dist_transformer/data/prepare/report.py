@@ -1,6 +1,7 @@
 """Writes the report of a prepared corpus: report.json, report.md and the figure lengths.png."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ from dist_transformer.files import replacing, write_json, write_text
 from dist_transformer.format import table
 
 REPORT_NAME, REPORT_TEXT_NAME, LENGTHS_NAME = "report.json", "report.md", "lengths.png"
+MOST_UNKNOWN_PERCENT = 1.0
+log = logging.getLogger(__name__)
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Writes the three files into the prepared folder."""
+    """Writes the three files into the prepared folder; warns of text that the tokenizer does not know."""
+    for name, each in report.value["corpora"].items():
+        for side in ("source", "target"):
+            if (percent := each[f"{side}_lengths"]["unknown_percent"]) > MOST_UNKNOWN_PERCENT:
+                log.warning(
+                    f"{name}: {percent} % of its {side} tokens are unknown: the tokenizer has no pieces for this text. Give "
+                    "one of its language, or a larger tokenizer.character_coverage or vocabulary_size"
+                )
     write_json(folder / REPORT_NAME, report.value)
     write_text(folder / REPORT_TEXT_NAME, report_text(report.value))
     with replacing(folder / LENGTHS_NAME) as temporary:
@@ -42,7 +52,7 @@ def report_text(report: dict[str, Any]) -> str:
         *filter(None, ["\n".join(_examples(corpora))]),
         *([f"The rule plugin is `{report['plugin']}`."] if report.get("plugin") else []),
         "## Lengths in tokens, the end of sentence counted",
-        "\n".join(table(["corpus", "side", "mean", *percents, "longest"], lengths, is_markdown=True)),
+        "\n".join(table(["corpus", "side", "mean", *percents, "longest", "unknown, %"], lengths, is_markdown=True)),
         f"![how many training pairs have each length]({LENGTHS_NAME})",
     ]
     return "\n\n".join(sections) + "\n"

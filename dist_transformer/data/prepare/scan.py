@@ -30,7 +30,7 @@ from dist_transformer.data.sources.arrow import ParquetFile
 from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
 from dist_transformer.data.sources.text import tag_prefix
-from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer
+from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer, training_parts
 from dist_transformer.errors import DataError
 from dist_transformer.files import file_sha256, replacing
 
@@ -116,6 +116,7 @@ class Start:
         rows = sum(state.rows_total[name] or 0 for name in corpora)
         every = max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))  # of 10^9 rows a few million are enough
         for number, (name, corpus) in enumerate(corpora.items()):
+            most = self.config.data.filters_of(corpus).max_tokens
             batches = read_corpus(
                 corpus, self.config.data, self.batch_rows, lambda row: row // self.batch_rows % every == 0
             )
@@ -125,7 +126,8 @@ class Start:
                     self._modify(batch, number)
                 for side in sides:
                     texts: list[str | None] = getattr(batch, side)
-                    yield from (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
+                    kept = (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
+                    yield from (part for text in kept for part in training_parts(text, most))
 
     def _modify(self, batch: RawBatch, corpus: int) -> None:
         """Changes the pairs of a batch by `data.modifiers`."""
@@ -171,23 +173,17 @@ class Start:
 
     def _split_in_place(self, corpus: CorpusConfig, files: list[ParquetFile], sample: Chunk) -> Split:
         data = self.config.data
-        shards = tuple(
-            Shard(
-                file.file,
-                file.bytes,
-                file.fingerprint,
-                tuple(RowGroup(rows, *estimated_tokens(sample, rows, sample.read_rows)) for rows in file.rows),
-            )
-            for file in files
-        )
+        shards, total = list[Shard](), sum(rows for file in files for rows in file.rows)
+        for file in files:
+            groups = (RowGroup(rows, *estimated_tokens(sample, rows, sample.read_rows)) for rows in file.rows)
+            shards.append(Shard(file.file, file.bytes, file.fingerprint, tuple(groups)))
         if (most := max(max(file.rows, default=0) for file in files)) > LARGE_GROUP_WINDOWS * data.window_rows:
             advice = "write row groups of 10,000 rows, or set data.on_the_fly: false"
             log.warning(
                 "%s: each window reads a row group, of up to %d rows; %s", corpus_name(corpus, data), most, advice
             )
         text = TextColumns(files[0].source, files[0].target, tag_prefix(corpus.tags))
-        rows = sum(group.rows for shard in shards for group in shard.row_groups)
-        return text_split(shards, rows, {}, data.filters.max_tokens, text)
+        return text_split(tuple(shards), total, {}, data.filters.max_tokens, text)
 
 
 def all_corpora(config: Config) -> dict[str, CorpusConfig]:

@@ -30,6 +30,7 @@ class Chunk:
         target_lengths: as `source_lengths`.
         repaired: number of rows whose markup was repaired.
         examples: the first dropped pairs of each rule.
+        unknown: number of source and target tokens that no piece of the vocabulary stands for.
     """
 
     read_rows: int
@@ -39,6 +40,7 @@ class Chunk:
     target_lengths: tuple[int, ...]
     repaired: int = 0
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    unknown: tuple[int, ...] = (0, 0)
 
     @property
     def rows_of_text(self) -> int:
@@ -61,6 +63,7 @@ class Chunk:
             examples={
                 rule: [pair for chunk in chunks for pair in chunk.examples.get(rule, ())][:EXAMPLES] for rule in dropped
             },
+            unknown=_added([chunk.unknown for chunk in chunks]),
         )
 
 
@@ -71,34 +74,18 @@ def num_tokens(lengths: Sequence[int]) -> int:
 
 def token_split(chunk: Chunk, shards: tuple[Shard, ...]) -> Split:
     """Returns the split of all chunks `together`, in shards of token ids."""
-    return Split(
-        shards=shards,
-        rows=chunk.rows,
-        source_tokens=num_tokens(chunk.source_lengths),
-        target_tokens=num_tokens(chunk.target_lengths),
-        max_source_tokens=len(chunk.source_lengths) - 1,
-        max_target_tokens=len(chunk.target_lengths) - 1,
-        read_rows=chunk.read_rows,
-        dropped=chunk.dropped,
-    )
+    source, target = chunk.source_lengths, chunk.target_lengths
+    longest = len(source) - 1, len(target) - 1
+    return Split(shards, chunk.rows, num_tokens(source), num_tokens(target), *longest, chunk.read_rows, chunk.dropped)
 
 
 def text_split(
     shards: tuple[Shard, ...], read_rows: int, dropped: dict[str, int], max_tokens: int, text: TextColumns
 ) -> Split:
     """Returns a split of text. Its tokens are the estimates of its row groups; no side is longer than `max_tokens`."""
-    groups = [group for shard in shards for group in shard.row_groups]
-    return Split(
-        shards=shards,
-        rows=sum(group.rows for group in groups),
-        source_tokens=sum(group.source_tokens for group in groups),
-        target_tokens=sum(group.target_tokens for group in groups),
-        max_source_tokens=max_tokens,
-        max_target_tokens=max_tokens,
-        read_rows=read_rows,
-        dropped=dropped,
-        text=text,
-    )
+    groups = (group for shard in shards for group in shard.row_groups)
+    rows, source_tokens, target_tokens = map(sum, zip((0, 0, 0), *groups, strict=True))
+    return Split(shards, rows, source_tokens, target_tokens, max_tokens, max_tokens, read_rows, dropped, text)
 
 
 @dataclass

@@ -60,14 +60,13 @@ def _counts(corpus: ReportedCorpus) -> dict[str, Any]:
         "source_tokens": split.source_tokens,
         "target_tokens": split.target_tokens,
         "estimated_from_rows": corpus.lengths.read_rows if split.text else None,
-        "source_lengths": _lengths(corpus.lengths.source_lengths),
-        "target_lengths": _lengths(corpus.lengths.target_lengths),
+        "source_lengths": _lengths(corpus.lengths.source_lengths, corpus.lengths.unknown[0]),
+        "target_lengths": _lengths(corpus.lengths.target_lengths, corpus.lengths.unknown[1]),
     }
 
 
-def _lengths(counts: Sequence[int]) -> dict[str, float]:
-    """Returns the mean and the percentiles of the lengths."""
-    rows_up_to = np.cumsum(counts)
-    rows = int(rows_up_to[-1])
+def _lengths(counts: Sequence[int], unknown: int) -> dict[str, float]:
+    """Returns the mean and the percentiles of the lengths, and the percentage of tokens that are unknown."""
+    rows_up_to, rows, tokens = np.cumsum(counts), sum(counts), num_tokens(counts)
     percentiles = {str(percent): int(np.searchsorted(rows_up_to, rows * percent / 100)) for percent in PERCENTILES}
-    return {"mean": round(num_tokens(counts) / rows, 1), **percentiles}
+    return {"mean": round(tokens / rows, 1), **percentiles, "unknown_percent": round(100 * unknown / tokens, 2)}

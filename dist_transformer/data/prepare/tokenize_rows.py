@@ -24,6 +24,7 @@ class KeptRows:
         table: see `token_table` and `text_table`.
         source_lengths: number of tokens of each kept row; None: not tokenized.
         target_lengths: as `source_lengths`.
+        unknown: number of source and target tokens that no piece of the vocabulary stands for.
     """
 
     batch: RawBatch
@@ -31,6 +32,7 @@ class KeptRows:
     table: pa.Table
     source_lengths: NDArray[np.int64] | None = None
     target_lengths: NDArray[np.int64] | None = None
+    unknown: tuple[int, int] = (0, 0)
 
 
 def tokenized_rows(
@@ -44,7 +46,7 @@ def tokenized_rows(
     source, target = (list(compress(side, kept)) for side in (source, target))
     vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
     table = token_table(text.positions + batch.first_row, source, target, vocabularies)
-    return KeptRows(batch, text, table, lengths[0][kept], lengths[1][kept])
+    return KeptRows(batch, text, table, lengths[0][kept], lengths[1][kept], tokenizer.num_unknown(source, target))
 
 
 def text_rows(batch: RawBatch, text: KeptText) -> KeptRows:
@@ -71,6 +73,7 @@ class ChunkRows:
                 target_lengths=_counted(kept.target_lengths),
                 repaired=kept.text.repaired,
                 examples=_examples(kept),
+                unknown=kept.unknown,
             )
         )
 

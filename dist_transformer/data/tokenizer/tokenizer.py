@@ -28,6 +28,9 @@ TRAINING_THREADS = 4
 CHARACTERS_A_TOKEN = 64
 """A text with more characters than this for each token allowed counts as too long and is not tokenized, which would take
 100 bytes of memory a character: a line of 100 MB took 11 GB. The pieces of a trained model have at most 16 characters."""
+LONGEST_BYTES, PART = 4192, re.compile(r"(?s).{1,512}(?!\S)|.{512}")
+"""Longest sentence that sentencepiece learns from, and a part of one that is cut: TRAINING_SENTENCES parts have less than
+2^30 characters, the most that unigram training takes."""
 SAMPLING_SEED = 1
 ERRORS_ONLY = 2
 """Value of sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
@@ -67,6 +70,13 @@ def train_tokenizer(
             )
         except (RuntimeError, OSError, SystemError) as error:
             raise guarded.error or _training_error(str(error), settings.type, size) from None
+
+
+def training_parts(text: str, max_tokens: int) -> list[str]:
+    """Returns what a tokenizer learns from a sentence: a long one is cut between words, one that is always dropped left out."""
+    if len(text.encode("utf-8", "surrogatepass")) <= LONGEST_BYTES:
+        return [text]
+    return PART.findall(text) if len(text) <= CHARACTERS_A_TOKEN * max_tokens else []
 
 
 def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
@@ -157,6 +167,11 @@ class Tokenizer:
         for index in ids:
             found.append((found[-1][1],) * 2 if left_out(index) else next(spans))
         return found[1:]
+
+    def num_unknown(self, source: list[list[int]], target: list[list[int]]) -> tuple[int, int]:
+        """Returns the numbers of source and target ids that stand for text without a piece."""
+        ids = self._source.unk_id(), self._target.unk_id()
+        return sum(each.count(ids[0]) for each in source), sum(each.count(ids[1]) for each in target)
 
     def text_of_pieces(self) -> tuple[str, str]:
         """Concatenates the first 500 pieces of each side: a text that the model knows, whatever its language."""
@@ -256,4 +271,6 @@ def _training_error(message: str, kind: str, size: int) -> DataError:
             f"tokenizer.vocabulary_size: {size} pieces are fewer than the {required.group(2)} that the characters of "
             f"the training corpus need. Set a larger vocabulary_size or a smaller tokenizer.character_coverage."
         )
+    if "sentences_.empty()" in message:
+        message = "all its sentences are longer than data.filters.max_tokens allows. Cut them, or raise it."
     return DataError(f"sentencepiece cannot train a {kind} model of {size} pieces on the training corpus: {message}")

@@ -12,6 +12,7 @@ from prepare_helpers import PAIRS, SMALL, config_of, write_text
 from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.sentences import contained
+from dist_transformer.errors import DataError
 
 TEXT = {"source": "train.en", "target": "train.de"}
 
@@ -50,6 +51,44 @@ def test_lengths_are_those_of_the_kept_rows(tmp_path: Path):
     for percent in (50, 90, 95, 99, 100):
         assert counted[str(percent)] == np.percentile(lengths, percent, method="inverted_cdf")
     assert report["corpora"]["train"]["source_tokens"] == sum(lengths)
+
+
+def test_long_lines_of_another_script_are_learned(tmp_path: Path):
+    write_text(tmp_path, [(source, "кит " * 800) for source, _ in PAIRS[:60]])
+    report = report_of(tmp_path, filters={"max_tokens": 8000, "max_length_ratio": 10_000})
+    assert report["corpora"]["train"]["rows"] == 60
+    assert report["corpora"]["train"]["target_lengths"]["unknown_percent"] == 0
+
+
+def test_lines_that_are_all_too_long_are_said_to_be(tmp_path: Path):
+    write_text(tmp_path, [("a " * 20_000, "b " * 20_000)] * 3)
+    with pytest.raises(DataError, match=r"all its sentences are longer than data\.filters\.max_tokens allows"):
+        report_of(tmp_path)
+
+
+@pytest.mark.parametrize("on_the_fly", [False, True])
+def test_text_that_the_tokenizer_does_not_know_is_counted_and_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_the_fly: bool
+):
+    write_text(tmp_path)
+    known = config_of(tmp_path)
+    model = prepared_folder(known) / prepare(known).tokenizer.source
+    assert not caplog.records
+    russian = ("день ночь " + PAIRS[0][1] + " утро", "тут")
+    write_text(tmp_path, [(source, russian[at % 2]) for at, (source, _) in enumerate(PAIRS[:100])])
+    filters = {"max_length_ratio": 1000, "rules": {"held_out": False}}
+    data = {**known.data.model_dump(), "on_the_fly": on_the_fly, "filters": filters}
+    config = config_of(tmp_path, data=data, tokenizer={"source_model": str(model)})
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))["corpora"]
+    tokens = sum(map(len, load_tokenizer(folder, manifest.tokenizer).encode_target(russian)))
+    expected = round(100 * 4 / tokens, 2)  # each run of letters without a piece is one token
+    assert report["train"]["target_lengths"]["unknown_percent"] == expected > 1
+    assert report["train"]["source_lengths"]["unknown_percent"] == 0
+    [record] = caplog.records
+    assert f"train: {expected} % of its target tokens are unknown" in record.getMessage()
+    assert "unknown, %" in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_the_report_is_a_page_with_aligned_tables_and_a_picture(tmp_path: Path):

@@ -18,6 +18,7 @@ from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, Work
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.errors import DataError
+from dist_transformer.files import read_json, write_json
 
 RECORDS = 12
 """Written for the small corpus: scan 1, tokenizer 1, chunks 4 + 1, ends of two corpora 2, ranges 3."""
@@ -309,6 +310,22 @@ def test_a_complete_folder_serves_without_the_text(tmp_path: Path):
     assert prepare(config) == manifest
     with pytest.raises(DataError, match=r"seed: 3 in the folder, 9 now"):
         prepare(config_of(tmp_path, data=in_fixed_folder(tmp_path), run={"seed": 9}))
+
+
+def test_chunks_of_a_version_that_counted_no_unknown_tokens_are_taken(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_record(patch, 4, after=True)
+        with pytest.raises(Stopped):
+            prepare(config)
+    [*made] = (prepared_folder(config) / WORK_FOLDER).glob("train-chunk-*.json")
+    for path in made:
+        result = read_json(path)
+        del result["counts"]["unknown"]
+        write_json(path, result)
+    assert made
+    assert prepare(config) == whole
 
 
 def test_an_unreadable_state_is_named(tmp_path: Path):

@@ -12,7 +12,7 @@ import sentencepiece
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer import tokenizer as tokenizer_module
-from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer, with_sampling_seed
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer, training_parts, with_sampling_seed
 from dist_transformer.errors import DataError
 
 PAIRS = list(islice(demo_pairs("test"), 600))
@@ -74,6 +74,27 @@ def test_the_vocabulary_is_rounded_up_to_a_multiple_of_eight(tmp_path: Path):
     tokenizer = Tokenizer.load(tmp_path / "model")
     assert tokenizer.source_vocabulary == tokenizer.target_vocabulary == 304
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
+
+
+def test_long_sentences_are_cut_between_words_and_those_that_are_always_dropped_left_out():
+    words, ideographs = " ".join(["двенадцать", "слов\n"] * 400), "字" * 3000
+    for text in (words, ideographs):
+        parts = training_parts(text, 256)
+        assert "".join(parts) == text
+        assert max(map(len, parts)) <= 512
+    assert {word for part in training_parts(words, 256) for word in part.split()} == {"двенадцать", "слов"}
+    assert training_parts("x" * 4192, 1) == ["x" * 4192]
+    assert training_parts("x" * 4193, 65) == []
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_every_character_of_a_long_line_has_a_piece(tmp_path: Path, kind: str):
+    texts = [*SENTENCES, "съешь ещё этих мягких французских булок " * 200]
+    parts = (part for text in texts for part in training_parts(text, 8000))
+    train_tokenizer(parts, TokenizerConfig(type=kind, vocabulary_size=300), tmp_path / "model")
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    source, target = tokenizer.encode_source(texts[-2:]), tokenizer.encode_target(["булок ☃ ☃"])
+    assert tokenizer.num_unknown(source, target) == (0, 2)
 
 
 def test_training_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
