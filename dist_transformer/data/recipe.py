@@ -4,6 +4,7 @@ Two preparations with the same recipe give the same rows in the same order, so i
 folder made by another recipe is refused with the settings that differ.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.modifiers import inline_tags
 from dist_transformer.data.sources.files import corpus_fingerprint, is_text_at_hand
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 from dist_transformer.files import file_sha256
 from dist_transformer.plugins import find
 
@@ -42,13 +43,15 @@ def make_recipe(config: Config) -> dict[str, Any]:
 def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
     """Returns the keys of corpora that the rule held_out is about now, but was not when `recipe` was prepared.
 
-    None if that was before there was the rule; nor those whose text is gone.
+    None if that was before there was the rule, or a text cannot be had; nor those whose text is gone.
     """
     if "held_out" not in recipe or not data.holds_out():
         return []
     known = [recipe["validation"], *recipe["held_out"].values()]
     here = {name: corpus for name, corpus in data.held_out_corpora().items() if is_text_at_hand(corpus, data)}
-    return [name for name, corpus in here.items() if corpus_fingerprint(corpus, data) not in known]
+    with suppress(DataError, MachineError):  # a server does not give the text
+        return [name for name, corpus in here.items() if corpus_fingerprint(corpus, data) not in known]
+    return []
 
 
 def recipe_before_rules(recipe: dict[str, Any], config: Config) -> dict[str, Any]:

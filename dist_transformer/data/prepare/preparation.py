@@ -15,16 +15,20 @@ process for any size of corpus, and the result does not depend on the number of 
 With data.on_the_fly parquet files are read in place, and the shards of other training corpora contain text.
 """
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from dist_transformer.config.loading import flatten
+from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import (
     MANIFEST_NAME,
@@ -51,7 +55,7 @@ from dist_transformer.data.recipe import (
     refuse_other_recipe,
 )
 from dist_transformer.data.sources.files import is_text_at_hand
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
@@ -64,6 +68,8 @@ _PART_OF_WORK = re.compile(
     r"(locks|spill|hashes)(/[^/]+\.(lock|parquet|npy|tmp))?|(state|repeated|.+-(chunk-\d+|range-\d+|end))\.json|\.[^/]+\.tmp"
 )
 """Names of all that a preparation makes in its work folder (claims.py)."""
+ReadRecipe = Callable[[], dict[str, Any]]  # `make_recipe` of the configuration, which looks into every file once
+log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -71,6 +77,7 @@ def prepare(
     folder: Path | None = None,
     progress: ReportProgress = lambda stage, rows_done, rows_total: None,
     threads: int | None = None,
+    recipe: ReadRecipe | None = None,
 ) -> Manifest:
     """Prepares the corpus of `config` in `folder` (default: `prepared_folder`), unless it is complete.
 
@@ -80,16 +87,17 @@ def prepare(
     Args:
         threads: number of threads that tokenize; None: the number of cores.
     """
-    folder = folder or prepared_folder(config)
-    if manifest := _complete_manifest(config, folder):
+    recipe = recipe or cache(partial(make_recipe, config))
+    folder = folder or prepared_folder(config, recipe)
+    if manifest := _complete_manifest(config, folder, recipe):
         return manifest
-    recipe = make_recipe(config)
+    recipe()  # the errors of the text come before anything is written
     check_output(folder, "a prepared corpus", _is_begun)
     threads = threads or len(os.sched_getaffinity(0))
     with _only_process(folder, progress):
-        if manifest := _complete_manifest(config, folder):
+        if manifest := _complete_manifest(config, folder, recipe):
             return manifest
-        state = Start(config, folder, folder / WORK_FOLDER, progress, chunks.BATCH_ROWS, threads).run(recipe)
+        state = Start(config, folder, folder / WORK_FOLDER, progress, chunks.BATCH_ROWS, threads).run(recipe())
     try:
         units = Units(config, folder, state, progress, threads)
         made = units.make_chunks()
@@ -104,20 +112,27 @@ def prepare(
         return Manifest.load(folder)
 
 
-def prepared_folder(config: Config) -> Path:
+def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
     """Returns `data.prepared`, or a folder in `run.root` named by the recipe's digest; DataError for a missing file.
 
-    A run that has checkpoints keeps its folder, whatever is held out now. The path is absolute: pyarrow takes
-    `exp:1/corpus` for an address.
+    MachineError if the server of a text does not answer. A run that has checkpoints keeps its folder, whatever is held
+    out now. The path is absolute: pyarrow takes `exp:1/corpus` for an address.
     """
     if config.data.prepared is not None:
         return Path(config.data.prepared).absolute()
+    recipe = recipe or cache(partial(make_recipe, config))
     of_run = _corpus_of_run(config, Path(config.run.root))
     with suppress(DataError):  # it was prepared otherwise
-        if of_run is not None and _complete_manifest(config, of_run):
+        if of_run is not None and _complete_manifest(config, of_run, recipe):
             return of_run
-    recipe = make_recipe(config)
-    digests = (json_digest(each)[:FOLDER_DIGITS] for each in (recipe, recipe_before_rules(recipe, config)))
+    try:
+        found = recipe()
+    except (DataError, MachineError) as error:
+        if not is_address(str(error)):
+            raise
+        hint = "The name of a prepared corpus depends on its text; to use one that is complete: data.prepared=FOLDER"
+        raise type(error)(f"{error}\n{hint}") from error
+    digests = (json_digest(each)[:FOLDER_DIGITS] for each in (found, recipe_before_rules(found, config)))
     folder, older = (Path(config.run.root).absolute() / "prepared" / digest for digest in digests)
     return older if (older / MANIFEST_NAME).is_file() and not folder.exists() else folder
 
@@ -130,20 +145,26 @@ def _corpus_of_run(config: Config, root: Path) -> Path | None:
     return run_dir.prepared(given) if isinstance(given, str) else None
 
 
-def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
+def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) -> Manifest | None:
     if not (folder / MANIFEST_NAME).exists():
         return None
     manifest = Manifest.load(folder)
     corpora = (*config.data.training_corpora().values(), *config.data.held_out_corpora().values())
-    text_at_hand = all(is_text_at_hand(corpus, config.data) for corpus in corpora)
-    recipe = make_recipe(config) if text_at_hand else recipe_without_corpora(config)
+    recipe = recipe_without_corpora(config)
+    try:
+        if all(is_text_at_hand(corpus, config.data) for corpus in corpora):
+            recipe = read_recipe()
+    except (DataError, MachineError) as error:
+        if not is_address(str(error)):
+            raise
+        log.warning("%s: used as it is; whether its text has changed is not known: %s", folder, error)
     if manifest.recipe.get("format") == FORMAT_BEFORE_RULES:
         recipe = recipe_before_rules(recipe, config)
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
         recipe = recipe_without_modifiers(recipe)
     roots = (Path(config.run.root), folder.parent.parent)  # the latter: the run was moved with its corpus
     if any(_corpus_of_run(config, root) == folder for root in roots):
-        recipe.pop("held_out", None)
+        recipe = {key: value for key, value in recipe.items() if key != "held_out"}
     refuse_other_recipe(folder, manifest.recipe, recipe)
     _clear_away(folder / WORK_FOLDER)  # the process that completed it was killed
     return manifest

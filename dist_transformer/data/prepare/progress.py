@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,10 +30,15 @@ def prepare_with_progress(
     Args:
         processes: number of processes of this machine that share the work; if more than 1, `stop` must listen.
     """
+    from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
     from dist_transformer.data.prepare.claims import WAITING
     from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+    from dist_transformer.data.recipe import make_recipe
 
-    folder = prepared_folder(config)
+    recipe = cache(partial(make_recipe, config))
+    folder = prepared_folder(config, recipe)
+    if os.environ.get("RANK", "0") != "0" and (folder / MANIFEST_NAME).exists():
+        return folder, Manifest.load(folder)  # rank 0 compares its text: not all ranks read it at once
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a machine all prepare
     threads = threads_per_rank(processes * ranks)
     with progress_bar() as draw:
@@ -48,7 +54,7 @@ def prepare_with_progress(
             draw(stage, rows_done, rows_total)
 
         with _helpers(config, folder, processes - 1, threads), _disk_errors_explained(folder):
-            manifest = prepare(config, folder, show, threads)
+            manifest = prepare(config, folder, show, threads, recipe)
     return folder, manifest
 
 

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
+from web_server import web_server
 
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
 from dist_transformer.data.prepare import chunks, preparation, shards
 from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, Work
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
-from dist_transformer.errors import DataError
+from dist_transformer.data.recipe import not_held_out
+from dist_transformer.data.sources import files, retries
+from dist_transformer.errors import DataError, MachineError
 from dist_transformer.files import read_json, write_json
 
 RECORDS = 12
@@ -310,6 +314,60 @@ def test_a_complete_folder_serves_without_the_text(tmp_path: Path):
     assert prepare(config) == manifest
     with pytest.raises(DataError, match=r"seed: 3 in the folder, 9 now"):
         prepare(config_of(tmp_path, data=in_fixed_folder(tmp_path), run={"seed": 9}))
+
+
+def test_a_complete_folder_serves_while_its_text_at_an_address_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
+    write_text(tmp_path)
+    with web_server(tmp_path) as server:
+        data = in_fixed_folder(tmp_path, root=server.address)
+        config = config_of(tmp_path, data=data)
+        manifest = prepare(config)
+        (tmp_path / "train.en").unlink()
+        assert prepare(config) == manifest
+        assert "used as it is; whether its text has changed is not known" in caplog.text
+        assert "train.en: no such file" in caplog.text
+        caplog.clear()
+        with pytest.raises(DataError, match=r"train\.en: no such file.*\n.*data\.prepared=FOLDER"):
+            prepare(config_of(tmp_path, data={**data, "prepared": None}))
+    assert prepare(config) == manifest
+    assert "ClientConnectorError" in caplog.text
+    assert not_held_out(config.data, manifest.recipe) == []
+    with pytest.raises(DataError, match=r"seed: 3 in the folder, 9 now"):
+        prepare(config_of(tmp_path, data=data, run={"seed": 9}))
+    with pytest.raises(MachineError, match=r"ClientConnectorError.*\n.*data\.prepared=FOLDER"):
+        prepare(config_of(tmp_path, data={**data, "prepared": None}))
+
+
+def test_a_local_text_that_contradicts_the_settings_is_refused_also_under_a_complete_folder(tmp_path: Path):
+    write_text(tmp_path)
+    for side in ("en", "de"):
+        (tmp_path / f"train.{side}").rename(tmp_path / f"part0.{side}")
+    config = config_of(tmp_path, data=in_fixed_folder(tmp_path, train={"source": "part*.en", "target": "part*.de"}))
+    prepare(config)
+    (tmp_path / "part1.en").write_text("more\n")
+    with pytest.raises(DataError, match="2 files fit the source, but 1 the target"):
+        prepare(config)
+
+
+def test_a_process_looks_into_each_file_once_and_ranks_leave_it_to_rank_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_text(tmp_path)
+    looked_into: list[str] = []
+    fingerprint = files.file_fingerprint
+    monkeypatch.setattr(files, "file_fingerprint", lambda file: (looked_into.append(file), fingerprint(file))[1])
+    for data, num_files in (({}, 4), (in_fixed_folder(tmp_path), 0)):
+        config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), **data})
+        results = []
+        for rank, expected in (("", 4), ("", 4), ("0", 4), ("1", num_files)):
+            monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+            looked_into.clear()
+            results.append(prepare_with_progress(config))
+            assert len(looked_into) == expected
+        assert all(result == results[0] for result in results)
 
 
 def test_chunks_of_a_version_that_counted_no_unknown_tokens_are_taken(tmp_path: Path, whole: Manifest):
