@@ -3,7 +3,9 @@
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -59,14 +61,21 @@ def _facts(document: Document) -> Iterator[str]:
     if document["slurm_problem"]:
         yield document["slurm_problem"]
     if document["record_time"] is not None:
-        curves = read_curves(RunDir(Path(document["folder"])).metrics)
+        metrics = RunDir(Path(document["folder"])).metrics
+        bars, scores = _of_curves(metrics, metrics.stat().st_size, metrics.stat().st_mtime_ns)
         left = f"  {duration(seconds)} left" if (seconds := document["seconds_to_last_step"]) is not None else ""
         speed = number(document["tokens_per_second"], ",.0f")
         loss = number(document["loss"], ".4f")
-        yield f"loss {sparkline(curves.of('train', 'loss'))} {loss}  {speed} tokens/s{left}"
-        scores = curves.newest.get("validation", {})
+        yield f"loss {bars} {loss}  {speed} tokens/s{left}"
         if there := [f"{measure_name(key)} {measure_text(key, scores[key])}" for key in SCORES if key in scores]:
             yield f"validation at step {scores.get('step')}: {', '.join(there)}"
+
+
+@lru_cache(maxsize=4096)
+def _of_curves(metrics: Path, size: int, modified_ns: int) -> tuple[str, dict[str, Any]]:
+    """The bars of the loss and the newest validation; a file that has not changed is read once."""
+    curves = read_curves(metrics, "train", "validation")
+    return sparkline(curves.of("train", "loss")), curves.newest.get("validation", {})
 
 
 def _has_ended(document: Document) -> bool:

@@ -8,6 +8,7 @@ attempts.jsonl. A start that died says nothing of its end: the next one records 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -79,7 +80,7 @@ def goodput_of(run_dir: RunDir, now: float) -> Goodput | None:
     starts = _starts(run_dir, now)
     if not starts:
         return None
-    for record in read_records(run_dir.metrics):
+    for record in read_records(run_dir.metrics, "train"):
         _count(record, starts)
     _move_overlaps(starts)
     seconds, of_ranks = (dict.fromkeys(CLASSES, 0.0) for _ in range(2))
@@ -128,10 +129,10 @@ def _last_sign(run_dir: RunDir, now: float) -> float:
 
 def _count(record: Record, starts: Sequence[_Start]) -> None:
     """Adds what a log line's record says of its time to the start that wrote it."""
-    written = [start for start in starts if start.trained <= record.get("time", 0.0)]
-    if record["event"] != "train" or not written or not record.get("tokens_per_second", 0.0) > 0:
+    written = bisect_right(starts, record.get("time", 0.0), key=lambda start: start.trained)
+    if not written or not record.get("tokens_per_second", 0.0) > 0:
         return
-    start, following = written[-1], starts[len(written) : len(written) + 1]
+    start, following = starts[written - 1], starts[written : written + 1]
     start.ended = max(start.ended, min([record["time"], *(each.began for each in following)]))
     seconds = record.get("target_tokens", 0) / record["tokens_per_second"]
     if not 0 <= seconds < math.inf:  # a record that was edited

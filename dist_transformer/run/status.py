@@ -10,7 +10,6 @@ from typing import Any
 
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.files import modified, read_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
@@ -64,12 +63,11 @@ class RunView:
 def look_at(run_dir: RunDir) -> RunView:
     """Reads the status of a run from its files. Skips entries that are damaged or being written."""
     run, owner = read_record(run_dir.state), read_record(run_dir.owner)
-    config, tracking = _config(run_dir), read_record(run_dir.tracking)
+    tracking, max_steps = read_record(run_dir.tracking), _max_steps(run_dir)
     began = float(owner.get("started", 0.0))
     records = newest_records(run_dir, began)
     newest = records[0] if records else next(iter(newest_records(run_dir)), {})
     step = max(int(run.get("step", 0)), int(newest.get("step", 0)))
-    max_steps = config.training.max_steps if config else None
     checkpoint = None
     with suppress(OSError):  # a folder without permission to read
         checkpoint = newest_checkpoint(run_dir)
@@ -124,10 +122,14 @@ def _set_aside(run_dir: RunDir) -> list[str]:
     return sorted(name for name in names if re.fullmatch(r"step_\d+\.(damaged|diverged)", name))
 
 
-def _config(run_dir: RunDir) -> Config | None:
+def _max_steps(run_dir: RunDir) -> int | None:
+    """Searches config.yaml as `to_yaml` writes it: to read all settings of many runs would take a list seconds."""
     try:
-        return load_config(run_dir.config, check_files=False)
-    except (UserError, OSError):
+        text = run_dir.config.read_text(encoding="utf-8")
+        if found := re.search(r"^training:\n(?: .*\n)*?  max_steps: (\d+|null)$", text, re.MULTILINE):
+            return int(found[1])
+        return load_config(run_dir.config, check_files=False).training.max_steps
+    except (OSError, ValueError, UserError):
         return None
 
 

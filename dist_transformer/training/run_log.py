@@ -113,9 +113,7 @@ def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:
     if config.model.plugin is not None:
         plugin = find("model.plugin", config.model.plugin)
         write_text(run_dir.plugin, plugin.file.read_text(encoding="utf-8"))
-        log.info(
-            "plug-in    %s; mfu, memory and FLOPs are those of our own network with the sizes of model", plugin.file
-        )
+        log.info("plug-in    %s; mfu, memory and FLOPs are those of our own network with these sizes", plugin.file)
     run_log = RunLog(config, run_dir, None, sys.stdout if run.terminal.as_json else None)
     run_log.rewind(state)
     if config.tracking.enabled:
@@ -128,8 +126,8 @@ def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:
 def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
     """Returns the newest records of a log line and of a validation in metrics.jsonl; step 0 if there is none."""
     newest: dict[str, dict[str, Any]] = {"train": {"step": 0}, "validation": {"step": 0}}
-    for record in read_records(run_dir.metrics):
-        if record["event"] in newest and record.get("step", -1) >= newest[record["event"]]["step"]:
+    for record in read_records(run_dir.metrics, *newest):
+        if record.get("step", -1) >= newest[record["event"]]["step"]:
             newest[record["event"]] = record
     return newest
 

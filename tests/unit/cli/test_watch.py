@@ -18,6 +18,7 @@ from watched_run import NOW, add_lines, beat, make_run, trained
 from dist_transformer.cli import watch as watch_module
 from dist_transformer.cli.main import app
 from dist_transformer.cli.watch import BARS, sparkline
+from dist_transformer.cluster.job_status import short_reports
 from dist_transformer.errors import UserError
 from dist_transformer.reporting.curves import Curve
 
@@ -90,6 +91,19 @@ def test_a_run_is_watched_while_its_heart_beats(
     assert "1 min 20 s left" in shown[0]
     assert "1 min 10 s left" in shown[1]
     assert "left" not in shown[2]
+
+
+def test_curves_are_read_again_once_their_file_has_changed(runs: Path) -> None:
+    (document,) = short_reports([runs / "a"])
+    metrics = runs / "a" / "metrics.jsonl"
+    before, text = metrics.stat(), metrics.read_text()
+    shown = [*watch_module._facts(document)]
+    metrics.write_text(text.replace("9.0", "1.0"))
+    os.utime(metrics, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert [*watch_module._facts(document)] == shown
+    os.utime(metrics, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert "█▁" in shown[1]
+    assert "▁█" in [*watch_module._facts(document)][1]
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from watched_run import NOW, add_lines, beat, make_run, trained
 from dist_transformer.cluster import job_status as module
 from dist_transformer.cluster.job_status import report, report_all
 from dist_transformer.cluster.run_ref import RunRef
+from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.files import write_json
 from dist_transformer.run import status
 from dist_transformer.run.folder import RunDir
@@ -283,6 +284,17 @@ def test_a_checkpoint_and_an_owner_that_go_while_one_looks_are_no_error(
     view = look_at(run_dir)
     assert (view.checkpoint, view.checkpoint_time) == ("step_00000009", None)
     assert (view.owner, view.heartbeat_time) == ({"host": "n1"}, None)
+
+
+@pytest.mark.parametrize("max_steps", ["70000", "null"])
+def test_the_last_step_is_found_without_reading_all_settings(run_dir: RunDir, max_steps: str) -> None:
+    run_dir.config.write_text(
+        f"training: {{max_steps: {max_steps}, max_epochs: 9}}\ndata: {{train: {{demo: train}}}}\n"
+    )
+    expected = look_at(run_dir).max_steps  # as a user wrote it
+    written = to_yaml(load_config(run_dir.config))
+    run_dir.config.write_text(f"{written}of_another_version: 1\n")
+    assert look_at(run_dir).max_steps == expected == (70_000 if max_steps == "70000" else None)
 
 
 def test_a_configuration_that_cannot_be_read_costs_the_number_of_steps_alone(run_dir: RunDir) -> None:

@@ -61,6 +61,18 @@ def test_a_damaged_line_in_the_middle_is_left_out_with_a_warning(
     assert "damaged and skipped" in caplog.text
 
 
+def test_lines_of_other_events_are_not_even_parsed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append("train", 1, {})
+    log.append("system", 1, {"named": "train"})
+    with log.path.open("ab") as file:
+        file.write(b'{"event": "system", "step": 1\n')
+    log.append("validation", 2, {})
+    assert [record["event"] for record in read_records(log.path, "train")] == ["train"]
+    assert [record["event"] for record in read_records(log.path, "train", "validation")] == ["train", "validation"]
+    assert caplog.text == ""
+
+
 def test_a_file_that_does_not_exist_has_no_records(tmp_path: Path) -> None:
     assert list(read_records(tmp_path / "none.jsonl")) == []
 
