@@ -10,8 +10,11 @@ TOKEN_MEASURES = ("loss", "nll", "perplexity", "token_accuracy")
 """Measures computed on the reference itself, always available."""
 TRANSLATION_MEASURES = ("bleu", "chrf", "plugin")
 """Measures of real output: with validation.translate; plugin with validation.plugin, too."""
-SEARCH_OF_VALIDATION = ("length_penalty", "max_extra_tokens", "max_source_tokens")
-"""Settings of `decoding` that the translations of a validation use."""
+OF_TRANSLATIONS = (
+    *("validation.beam_size", "validation.max_sentences", "data.target_language"),
+    *("decoding.length_penalty", "decoding.max_extra_tokens", "decoding.max_source_tokens"),
+)
+"""Settings on which every measure of translations depends."""
 LOWER_IS_BETTER = ("loss", "nll", "perplexity")
 
 
@@ -19,6 +22,13 @@ def corpus_and_measure(metric: str) -> tuple[str | None, str]:
     """Splits a metric into its corpus (None: data.validation) and its measure."""
     corpus, _, measure = metric.rpartition("/")
     return corpus or None, measure
+
+
+def settings_of_measure(measure: str) -> list[str]:
+    """Returns the settings that a measure depends on, besides the weights and the corpus."""
+    if measure in TRANSLATION_MEASURES:
+        return [*OF_TRANSLATIONS, *(["validation.plugin"] if measure == "plugin" else [])]
+    return ["training.label_smoothing"] if measure == "loss" else []
 
 
 def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -31,13 +41,8 @@ def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if corpus is not None:
         found["corpus"] = settings["data"].get("more_validation", {}).get(corpus)
-    if measure == "loss":
-        found["label_smoothing"] = settings["training"]["label_smoothing"]
-    if measure in TRANSLATION_MEASURES:
-        found |= {key: settings["validation"].get(key) for key in ("beam_size", "max_sentences", "plugin")}
-        found |= {key: settings["decoding"].get(key) for key in SEARCH_OF_VALIDATION}
-        found["language"] = settings["data"]["target_language"]
-    return found
+    keys = {key: key.split(".") for key in settings_of_measure(measure)}
+    return found | {key: settings[section].get(name) for key, (section, name) in keys.items()}
 
 
 def is_lower_better(metric: str) -> bool:

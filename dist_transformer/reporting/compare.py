@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dist_transformer.config.metrics import TRANSLATION_MEASURES, corpus_and_measure, is_lower_better
+from dist_transformer.config import metrics
+from dist_transformer.config.metrics import corpus_and_measure, is_lower_better, settings_of_measure
 from dist_transformer.decoding.metrics import bleu_p_values
 from dist_transformer.format import duration
 from dist_transformer.reporting import formatting
@@ -34,13 +35,6 @@ MOST_LINES = 20_000
 """Lines of the longest test set whose p-values are computed: sacreBLEU's samples take 50 kB of memory a line."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
-OF_TRANSLATIONS = (
-    "validation.beam_size",
-    "validation.max_sentences",
-    "decoding.length_penalty",
-    "decoding.max_extra_tokens",
-)
-"""Settings on which scores of translations depend besides the weights and the corpus."""
 OF_TOKENS = ("tokenizer.type", "tokenizer.vocabulary_size", "tokenizer.shared", "tokenizer.source_model")
 """Settings of the pieces over which loss, nll, perplexity and token accuracy are averaged."""
 OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs", "beam_size", "length_penalty", "max_extra_tokens")
@@ -116,11 +110,11 @@ def _score_rows(stories: Sequence[Named]) -> Iterator[Row]:
         curves = [story.curves.of("validation", measure) for _, story in stories]
         highest = not is_lower_better(measure)
         why = why_not_alike([story for (_, story), curve in zip(stories, curves, strict=True) if curve], measure)
-        if measure in ("loss", "nll", *TRANSLATION_MEASURES):
+        if measure in ("loss", "nll", *metrics.TRANSLATION_MEASURES):
             last = [curve.last if curve else None for curve in curves]
             texts = [measure_text(measure, value) for value in last]
             yield _scored(f"{formatting.metric_name(measure)}, last", texts, _best(last, highest), why)
-        found = [curve.best(measure) if curve else None for curve in curves]
+        found = [story.best_of(measure) for _, story in stories]
         texts = [f"{measure_text(measure, each[1])} (step {each[0]:,})" if each else NOTHING for each in found]
         best = _best([each[1] if each else None for each in found], highest)
         yield _scored(f"{formatting.metric_name(measure)}, best", texts, best, why)
@@ -244,15 +238,14 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
     """Settings by which a measure of validation differs between runs; empty: it may be compared."""
     corpus, key = corpus_and_measure(measure)
     found = _other_text(stories, f"data.more_validation.{corpus}" if corpus else "data.validation")
-    if key in TRANSLATION_MEASURES:
-        return found + differences(stories, [*OF_TRANSLATIONS, *(["validation.plugin"] if key == "plugin" else [])])
-    smoothing = ["training.label_smoothing"] if key == "loss" else []
+    if key in metrics.TRANSLATION_MEASURES:
+        return found + differences(stories, settings_of_measure(key))
     pieces = [story.prepared.pieces for story in stories if story.prepared and story.prepared.pieces]
     if pieces and len(pieces) == len(stories):
         found += ["the pieces of the tokenizer"] if len(set(pieces)) > 1 else []
     else:
         found += differences(stories, OF_TOKENS)
-    return found + differences(stories, ["data.filters.", *smoothing])
+    return found + differences(stories, ["data.filters.", *settings_of_measure(key)])
 
 
 def why_evaluated_otherwise(

@@ -149,9 +149,7 @@ def _draw_marks(marks: Marks, axes: "Axes") -> None:
         (marks.divergences, "divergence", DIVERGENCE, (0, (1, 1))),
     ):
         for number, step in enumerate(sorted({step for step in steps if step <= marks.last_step})):
-            axes.axvline(
-                step, color=color, linewidth=1.0, linestyle=style, zorder=1, label=name if number == 0 else None
-            )
+            axes.axvline(step, color=color, linewidth=1.0, linestyle=style, zorder=1, label=None if number else name)
     axes.set_xlim(-0.01 * marks.last_step, max(1, 1.02 * marks.last_step))
 
 

@@ -16,6 +16,7 @@ from dist_transformer.config.credentials import holds_secret, is_secret, without
 from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.config.former_keys import current_settings
 from dist_transformer.config.loading import flatten
+from dist_transformer.config.metrics import corpus_and_measure, settings_of_measure
 from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.config.slurm_schema import CPU_BIND
@@ -97,7 +98,7 @@ class RunStory:
         run: run.json.
         samples: records of samples.jsonl, oldest first.
         evaluations, outdated: as from `evaluations_of`.
-        measured_since: the step since which validation.metric is measured the same way; 0: always.
+        changes: records of settings that starts changed, oldest first.
         goodput: where the time of the run went; None: no start is recorded.
         faults: records of silent errors that were found.
     """
@@ -116,18 +117,27 @@ class RunStory:
     checkpoints: list[SavedCheckpoint]
     prepared: PreparedCorpus | None
     tracking: Record
-    measured_since: int = 0
+    changes: Sequence[Record] = ()
     goodput: Goodput | None = None
     faults: Sequence[Record] = ()
 
     @property
     def best(self) -> Best | None:
         for measure in (str(self.settings.get("validation.metric", "loss")), "loss"):
-            curve = self.curves.of("validation", measure)
-            found = curve.best(measure, self.measured_since) if curve else None
-            if found:
+            if found := self.best_of(measure):
                 return Best(measure, *found)
         return None
+
+    def best_of(self, measure: str) -> tuple[int, float] | None:
+        """Step and value of the best validation by a measure, of those that measured it as the newest start does."""
+        corpus, name = corpus_and_measure(measure)
+        keys = (*settings_of_measure(name), *([f"data.more_validation.{corpus}."] if corpus else []))
+        is_metric, since = measure == self.settings.get("validation.metric", "loss"), -1
+        for each in self.changes:
+            if any(key.startswith(keys) for key in each["settings"]) or (is_metric and each.get("metric_begins_anew")):
+                since = int(each.get("step", 0))
+        curve = self.curves.of("validation", measure)
+        return curve.best(measure, since) if curve else None
 
     @property
     def num_parameters(self) -> int | None:
@@ -215,7 +225,7 @@ def read_story(run_dir: RunDir) -> RunStory:
         tracking=read_record(run_dir.tracking),
         goodput=goodput_of(run_dir, time.time()),
         faults=[record for record in records if record["event"] == "fault"],
-        measured_since=next((int(each["step"]) for each in reversed(records) if each.get("metric_begins_anew")), 0),
+        changes=[record for record in records if isinstance(record.get("settings"), dict)],
     )
 
 

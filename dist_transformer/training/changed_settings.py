@@ -117,12 +117,10 @@ def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:
 
 
 def _former(run_dir: RunDir, checkpoint: Checkpoint) -> dict[str, Any] | None:
-    kept = checkpoint.state.get("settings")
+    old = checkpoint.state.get("settings")
     try:
         # Settings that are newer than the checkpoint get their defaults.
-        config = (
-            Config.model_validate(current_settings(kept)) if kept else load_config(run_dir.config, check_files=False)
-        )
+        config = Config.model_validate(current_settings(old)) if old else load_config(run_dir.config, check_files=False)
     except (UserError, ValidationError) as error:
         log.warning("settings   those until step %d are of another version: not compared (%s)", checkpoint.step, error)
         return None

@@ -159,6 +159,7 @@ def write_run(run_dir: RunDir, config_text: str, job: str = "5") -> None:
             write_json(folder / "manifest.json", {"version": 6, "step": step, "run_id": "a1", "files": {}})
             details = {"path": str(folder), "metrics": {"loss": 1.5}, "is_best": True, "kept": [folder.name]}
             add_event(run_dir.tracking_events, "checkpoint", {"step": step, **details})
+    history.append("changed", 3, {"settings": {"validation.beam_size": [1, 4]}, "metric_begins_anew": True})
     history.append("end", 6, {"state": "stopped", "reason": "USR1"})
     write_json(run_dir.evaluation / "test.json", {"bleu": 31.2, "chrf": 55.5, "exact_match": 0.1, "pairs": 40,
                                                   "beam_size": 4, "bleu_signature": "nrefs:1|tok:13a"})  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 from html_reader import Page, assert_sound
-from run_builder import write_run
+from run_builder import append, write_run
 from running import records
 
 from dist_transformer.files import read_json, write_json
@@ -151,6 +151,8 @@ def test_losses_are_compared_only_where_the_prepared_corpora_have_the_same_piece
     [
         ("validation.beam_size", 4, {"BLEU, last", "BLEU, best", "chrF, last", "chrF, best"}),
         ("validation.max_sentences", 50, {"BLEU, last", "BLEU, best", "chrF, last", "chrF, best"}),
+        ("data.target_language", "zh", {"BLEU, last", "BLEU, best", "chrF, last", "chrF, best"}),
+        ("decoding.max_source_tokens", 90, {"BLEU, last", "BLEU, best", "chrF, last", "chrF, best"}),
         ("training.label_smoothing", 0.0, {"loss, last", "loss, best"}),
     ],
 )
@@ -170,6 +172,14 @@ def test_scores_of_training_that_were_measured_otherwise_have_no_best_one(tmp_pa
     assert {row.name for row in rows if row.note and row.name.startswith("newstest")} == {
         f"newstest {name}" for name in unmarked if name.endswith("best")
     }
+
+
+def test_the_best_of_a_run_that_measures_otherwise_since_a_resume_is_a_later_one(tmp_path):
+    run_dirs = [write_run(tmp_path / name) for name in ("first", "second")]
+    changed = {"event": "changed", "step": 350, "time": 0.0, "settings": {"validation.beam_size": [4, 1]}}
+    append(run_dirs[1].history, [changed])
+    rows = rows_of(result_rows(named([read_story(run_dir) for run_dir in run_dirs])))
+    assert rows["validation BLEU, best"] == (["25.50 (step 300)", "24.00 (step 400)"], 0)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

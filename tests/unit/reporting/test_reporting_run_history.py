@@ -38,6 +38,28 @@ def test_values_from_before_the_metric_was_measured_otherwise_are_never_the_best
     assert read_story(run_dir).best.step == 350
 
 
+def test_a_change_whose_step_is_missing_is_no_error(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    changed = {"event": "changed", "time": 0.0, "metric_begins_anew": True}
+    append(run_dir.history, [{**changed, "settings": {"validation.beam_size": [1, 4]}}, {**changed, "settings": None}])
+    assert read_story(run_dir).best.step == 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "best"),
+    [
+        ("validation.beam_size", {"bleu": 350, "newstest/chrf": 400, "loss": 400, "newstest/bleu": 350}),
+        ("data.more_validation.newstest.source", {"bleu": 300, "newstest/bleu": 350, "newstest/token_accuracy": 400}),
+        ("optimizer.beta1", {"bleu": 300, "newstest/bleu": 300}),
+    ],
+)
+def test_each_measure_has_its_best_since_it_is_measured_as_now(tmp_path, setting, best):
+    run_dir = write_run(tmp_path / "run")
+    append(run_dir.history, [{"event": "changed", "step": 300, "time": 0.0, "settings": {setting: [1, 2]}}])
+    story = read_story(run_dir)
+    assert {measure: story.best_of(measure)[0] for measure in best} == best
+
+
 def test_the_loss_tells_the_best_where_the_metric_was_never_measured(tmp_path):
     run_dir = write_run(tmp_path / "run")
     write_text(run_dir.config, run_dir.config.read_text().replace("metric: bleu", "metric: elsewhere/comet"))
