@@ -1,5 +1,6 @@
 """demo | demo-corpus: all steps on the embedded corpus, and that corpus as text files."""
 
+import shlex
 import shutil
 import signal
 import subprocess
@@ -42,9 +43,7 @@ def demo_command(
         time.sleep(0.2)
     process.send_signal(signal.SIGUSR1)
     _expect(process.wait(), EXIT_REQUEUE, train)
-    _say(
-        f"Stopped with exit code {EXIT_REQUEUE}: saved, start me again. 2/4 The same command resumes where it stopped."
-    )
+    _say(f"Stopped with exit code {EXIT_REQUEUE}: saved, start again. 2/4 The same command resumes where it stopped.")
     _expect(subprocess.run(train, check=False).returncode, EXIT_DONE, train)
     _say("3/4 Scoring on 1,000 held-out pairs.")
     evaluate = _command("evaluate", run_dir.path)
@@ -57,7 +56,7 @@ def demo_command(
         print(f"  {source}\n    -> {target}")
     _say(
         f"Run folder: {run_dir.path}. Its MLflow run is in {root / 'mlflow.db'}; look at it with `make ui` or\n"
-        f"  dist-transformer ui {root}"
+        f"  dist-transformer ui {shlex.quote(str(root))}"
     )
 
 

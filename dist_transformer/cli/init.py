@@ -1,6 +1,7 @@
 """init: a commented configuration for one's own text, with validation and test pairs held out of it."""
 
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -118,8 +119,9 @@ def init_command(
                     for split in ("train", *splits)}  # fmt: skip
     files = {split: each.model_dump(exclude_defaults=True) for split, each in {"train": corpus, **corpora}.items()}
     has_slurm = bool(cluster or shutil.which("sbatch"))
+    shown = shlex.quote(str(out))
     text = render(
-        "config.yaml", **sections, name=name, out=out, languages=languages, found=found, pairs=pairs,
+        "config.yaml", **sections, name=name, out=shown, languages=languages, found=found, pairs=pairs,
         num_held_out=each * len(splits), text=dump({"root": str(folder), **files} if splits else files),
         recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens), num_ranks=num_ranks,
         cluster=cluster, has_slurm=has_slurm, profile=profile,
@@ -128,8 +130,8 @@ def init_command(
     load_config(out)
     if chosen:
         print(f"not asked, chosen: {', '.join(chosen)}")
-    print(f"{out}: written, with the reason of each setting. Next:\n  dist-transformer train {out}")
-    print(f"  dist-transformer submit {out}\n" if has_slurm else "", end="")
+    print(f"{out}: written, with the reason of each setting. Next:\n  dist-transformer train {shown}")
+    print(f"  dist-transformer submit {shown}\n" if has_slurm else "", end="")
     print(f"  dist-transformer translate runs/{name} < FILE")
 
 

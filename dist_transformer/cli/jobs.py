@@ -32,7 +32,7 @@ def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
         print(f"job {target.job_id} was waiting: taken out of the queue; what it had saved is kept")
     else:
         print(f"asked to save and end: {run_dir.stop_file}")
-    print(f"to resume:  dist-transformer resume {run_dir.path}")
+    print(f"to resume:  dist-transformer resume {run_dir.quoted}")
 
 
 def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
@@ -44,7 +44,7 @@ def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
     if job is None or job.is_over:
         raise UserError(f"{target.run_dir.path}: nothing to cancel: {_why_idle(job, target.job_id)}")
     cancel_job(target.job_id)
-    print(f"job {target.job_id} is cancelled; to resume:  dist-transformer resume {target.run_dir.path}")
+    print(f"job {target.job_id} is cancelled; to resume:  dist-transformer resume {target.run_dir.quoted}")
 
 
 def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS) -> None:

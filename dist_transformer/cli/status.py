@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -56,9 +57,7 @@ def status_command(
     _correct_status(document)
 
 
-def list_command(
-    root: Annotated[Path, typer.Argument(help="A folder of runs.")] = RUNS, as_json: AsJson = False
-) -> None:
+def list_command(root: Annotated[Path, typer.Argument(help="Folder of runs.")] = RUNS, as_json: AsJson = False) -> None:
     """List the runs of a folder, the one that wrote last first."""
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
@@ -192,7 +191,7 @@ def _ending(document: Document, now: float) -> str:
     """End of the newest attempt that has ended, without repetitions."""
     text, code = document["last_exit_text"], document["last_exit_code"]
     if code is None:
-        see = f"; see dist-transformer logs {document['folder']}" if document["log"] else ""
+        see = f"; see dist-transformer logs {shlex.quote(document['folder'])}" if document["log"] else ""
         return f"{text}{see}"
     number = "" if f"exit code {code}" in text else f" (exit code {code})"
     ended, reason = document["last_end_time"], document["last_end_reason"]

@@ -147,4 +147,4 @@ def _report(submission: Submission, ids: dict[str, str], size: str) -> None:
     log = f"job-{ids['train']}" if "train" in ids else "-".join(next(iter(ids.items())))
     print(f"{'log:':8}{shlex.quote(f'{run_dir.slurm / log}.log')}")
     for purpose, command in _VERBS:
-        print(f"{purpose:8}{command.replace('FOLDER', shlex.quote(str(run_dir.path)))}")
+        print(f"{purpose:8}{command.replace('FOLDER', run_dir.quoted)}")

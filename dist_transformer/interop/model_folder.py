@@ -10,6 +10,7 @@ model/
 """
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -167,7 +168,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
         if content.get("model_type") == "marian":
             raise CheckpointError(
                 f"{path.parent}: a MarianMTModel of Hugging Face, expected a model folder: make one with "
-                f"dist-transformer import {path.parent} OUT --from marian"
+                f"dist-transformer import {shlex.quote(str(path.parent))} OUT --from marian"
             )
         label, version = content.pop("label"), content.pop("format")
         content.pop("plugin_sha256", None)

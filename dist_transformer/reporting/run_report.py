@@ -19,7 +19,7 @@ def report_after_training(run_dir: RunDir) -> bool:
     """
     size = run_dir.metrics.stat().st_size if run_dir.metrics.is_file() else 0
     if size > LARGEST_AT_END_BYTES:
-        megabytes, command = size / 1e6, f"dist-transformer report {run_dir.path}"
+        megabytes, command = size / 1e6, f"dist-transformer report {run_dir.quoted}"
         log.info("report     not drawn now, %s has %.0f MB: %s", run_dir.metrics.name, megabytes, command)
         return False
     try:

@@ -1,5 +1,6 @@
 """Names of all files of a run folder."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,11 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def quoted(self) -> str:
+        """The folder as an argument of a command that a user pastes."""
+        return shlex.quote(str(self.path))
 
     def of_run(self) -> list[Path]:
         """Returns the paths in the folder that a run writes; whatever else is there is a user's."""

@@ -48,7 +48,7 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
     importlib.import_module(_ADAPTER)  # takes seconds on a busy machine, which must not count against the server's
     shipper = BackgroundShipper(Shipper(run_dir, target, memory))
     shipper.start()
-    return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.path}"
+    return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.quoted}"
 
 
 def has_arrived(run_dir: RunDir) -> bool:

@@ -98,9 +98,10 @@ def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes
     assert "no problem found" in command("config", "check", "sub/profile.yaml")
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
-    out = command("init", "train.en", "train.de", "--out", "found.yaml", PATH=str(tmp_path))
-    assert "dist-transformer submit found.yaml" in out
-    assert values(command.folder / "found.yaml")["slurm"] == {"ranks_per_node": 1, "gpus_per_node": 1}
+    out = command("init", "train.en", "train.de", "--out", "found it.yaml", "--name", "found", PATH=str(tmp_path))
+    assert "dist-transformer submit 'found it.yaml'" in out
+    assert "dist-transformer plan 'found it.yaml'" in (command.folder / "found it.yaml").read_text()
+    assert values(command.folder / "found it.yaml")["slurm"] == {"ranks_per_node": 1, "gpus_per_node": 1}
 
 
 @pytest.mark.parametrize(

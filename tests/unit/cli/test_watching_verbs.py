@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_a_job_whose_setup_failed_points_to_its_log(slurm: FakeSlurm, run_dir: R
     assert f"log: {run_dir.slurm}/job-5.log" in lines
     look = f"dist-transformer logs {run_dir.path}"
     assert f"next: {look}, then dist-transformer resume {run_dir.path}" in lines
+
+
+def test_what_is_to_be_typed_next_can_be_pasted_whatever_the_folder_is_called(slurm: FakeSlurm, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "it's my run", job_id="5")
+    slurm.answers("squeue", job_line("5", "FAILED", "NonZeroExitCode"))
+    (run_dir.slurm / "job-5.log").touch()
+    out = call("status", run_dir.path).stdout
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    slurm.answers("scancel")
+    out += call("stop", run_dir.path).stdout + call("cancel", run_dir.path).stdout
+    commands = re.findall(r"dist-transformer (logs|resume) (.*?)(?:, then .*)?$", out, re.MULTILINE)
+    assert [verb for verb, _ in commands] == ["logs", "logs", "resume", "resume"]
+    assert {shlex.split(folder)[0] for _, folder in commands} == {str(run_dir.path)}
 
 
 def test_an_attempt_that_has_begun_is_starting(slurm: FakeSlurm, run_dir: RunDir) -> None:
