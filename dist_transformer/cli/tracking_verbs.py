@@ -1,5 +1,6 @@
 """track sync | track model | track end | ui: the verbs for MLflow."""
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -45,14 +46,12 @@ def model_command(
 
     if alias is not None and register_as is None:
         raise UserError("--alias is a name for a registered version: give --register-as too")
-    config, run_dir = read_run_folder(run)
+    given = {"register_as": register_as, "alias": alias}
+    config, run_dir = read_run_folder(run, [f"tracking.{key}={json.dumps(value)}" for key, value in given.items()])
     if folder is not None and not folder.is_dir():
-        raise UserError(
-            f"{folder}: no such folder; expected a model folder, such as `average RUN --output FOLDER` makes"
-        )
-    settings = config.tracking.model_copy(update={"register_as": register_as, "alias": alias})
+        raise UserError(f"{folder}: no such folder; expected a model folder, as `average RUN --output FOLDER` makes")
     model = model_folder_of(folder or run)
-    sent = log_model(run_dir, settings, Path(config.run.root), model)
+    sent = log_model(run_dir, config.tracking, Path(config.run.root), model)
     registered = f", registered as {register_as}{f'@{alias}' if alias else ''}" if register_as else ""
     print(f"MLflow run {sent.run_id}: {model} is there{registered}")
 

@@ -67,7 +67,9 @@ def _model_file_problems(tokenizer: TokenizerConfig, is_made: Callable[[str], bo
             yield f"tokenizer.{key}: no such file: {os.path.abspath(given)}; expected a sentencepiece model (.model)"
 
 
-_TRACKING_ADDRESS = r"(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|databricks\b"
+ABSOLUTE_STORE = r"(?!sqlite[\w+]*:(?!////))"
+"""Refuses an sqlite file relative to whichever folder a command runs in, in front of a pattern of addresses."""
+_TRACKING_ADDRESS = rf"{ABSOLUTE_STORE}(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|databricks\b"
 
 
 def _check_tracking(tracking: Any) -> Iterator[str]:
@@ -89,9 +91,7 @@ def _check_tracking(tracking: Any) -> Iterator[str]:
             "MLflow keeps for itself; champion?"
         )
     if tracking.alias is not None and tracking.register_as is None:
-        yield (
-            "tracking.alias: is an alias of a registered model; give its name in tracking.register_as, or remove the alias"
-        )
+        yield "tracking.alias: is one of a registered model; give its name in tracking.register_as, or remove the alias"
 
 
 def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[str]:

@@ -39,6 +39,7 @@ _EVENTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "status": (("words",), {"time", "status"}),
 }
 """The channels of each event, and the values that it needs."""
+REPLACED = ("samples", "figures")  # they send a file as it is by then: of several that wait, the last is enough
 STATUSES = ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
 
@@ -76,7 +77,7 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
         case "words", "checkpoint":
             _send_checkpoint(run, event)
         case "words", "evaluation":
-            run.log_points(_points(f"evaluation/{event['name']}", event["metrics"], event))
+            run.log_all_points(_points(f"evaluation/{event['name']}", event["metrics"], event))
         case "words", "status":
             run.set_status(event["status"], _time_ms(event))
         case "files", "start":
@@ -97,10 +98,10 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
 
     name, parameters = Path(event["path"]).name, {"path": event["path"], "step": str(event["step"])}
     points = _points("checkpoint", event["metrics"], event)
-    mlflow_models.log_reference(run, name, parameters, points)
-    mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
     if event.get("is_best"):
         run.set_tags({"best_checkpoint": name})  # MLflow's pages show no tags of a logged model
+    mlflow_models.log_reference(run, name, parameters, points)
+    mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
 
 
 def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:

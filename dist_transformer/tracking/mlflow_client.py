@@ -14,6 +14,7 @@ import sqlite3
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from dist_transformer.files import replacing
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.moved_store import follow_moved_artifacts
 from dist_transformer.tracking.outbox import (
+    CannotBeSent,
     DeliveryState,
     NotValid,
     ServerRefused,
@@ -67,6 +69,7 @@ REMEDIES = {
     "CERTIFICATE_VERIFY_FAILED": "set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with the certificate to be trusted",
     r"code 40[13]|40[13] Client Error|UNAUTHENTICATED|PERMISSION_DENIED": "set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
+    (NO_LOGGED_MODELS := r"logged-models\S* failed with error code 404"): "a server older than MLflow 3 has none",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
 }
 """Remedies by a pattern in the server's answer."""
@@ -219,6 +222,8 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
         if not found.info.run_id or not found.info.experiment_id:
             raise ServerTrouble("its answers are not those of MLflow: something else is at this address")
         if found.info.lifecycle_stage == "deleted":
+            experiment = client.get_experiment(found.info.experiment_id).name
+            _experiment_id(client, replace(target, experiment=experiment))  # restored too, if it was deleted
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
         follow_moved_artifacts(target, found.info.run_id, found.info.artifact_uri)
@@ -257,6 +262,7 @@ def translated_errors() -> Iterator[None]:
         yield
     except MlflowException as error:
         kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
+        kind = CannotBeSent if re.search(NO_LOGGED_MODELS, str(error)) else kind
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.

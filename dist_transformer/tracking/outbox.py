@@ -53,7 +53,7 @@ class ServerRefused(ServerTrouble):
 
 
 class CannotBeSent(ServerRefused):
-    """The data to be sent is gone or broken on our side: no server was asked, and none would accept it."""
+    """The data to be sent is gone or broken on our side, or of a kind that the server does not know: not tried again."""
 
 
 class NotValid(ServerRefused):

@@ -54,7 +54,7 @@ def pyfunc_folder(model: Path, settings: Mapping[str, Any], temporary: Path) -> 
             copied = temporary / "code" / module.relative_to(PACKAGE.parent)
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(module, copied)
-        folder = temporary / "model"
+        folder = (temporary / "model").absolute()  # a process that works elsewhere reads it
         save_model(
             path=str(folder),
             loader_module=LOADER,

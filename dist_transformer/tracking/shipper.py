@@ -16,7 +16,7 @@ from dist_transformer.config.credentials import without_credentials
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records_from
 from dist_transformer.tracking.content import Point
-from dist_transformer.tracking.messages import goes_by, points_of, send_event
+from dist_transformer.tracking.messages import REPLACED, goes_by, points_of, send_event
 from dist_transformer.tracking.outbox import (
     CHANNELS,
     CannotBeSent,
@@ -117,13 +117,18 @@ class Shipper:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
         for channel in CHANNELS:
             for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(channel)):
-                if not goes_by(event, channel):
+                if not goes_by(event, channel) or self._is_replaced(event, end):
                     self._memory.advance(channel, end)
                 elif channel in channels:
                     return channel, event, end
                 else:
                     break
         return None
+
+    def _is_replaced(self, event: dict[str, Any], end: int) -> bool:
+        """True if a later event will send the same file."""
+        later = read_records_from(self._run_dir.tracking_events, end)
+        return event["event"] in REPLACED and any(each["event"] == event["event"] for each, _ in later)
 
     def _save(self) -> None:
         self._end_if_abandoned()
@@ -226,4 +231,7 @@ class Shipper:
             if not isinstance(refusal, CannotBeSent) and self._refused != here:
                 self._refused = here
                 raise
-            logger.warning("MLflow refused the event %r, which is skipped: %s", event["event"], refusal)
+            said = f"MLflow refused the event {event['event']!r}, which is skipped: {refusal}"
+            if said not in self._left_out:  # an older server refuses each checkpoint
+                logger.warning("%s", said)
+            self._left_out.add(said)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dist_transformer.config.checks import ABSOLUTE_STORE
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import DecodingConfig, TrackingConfig
@@ -142,7 +143,7 @@ class Tracker:
         self._add("status", status=status)
         began = time.monotonic()
         if not self._shipper.close(CLOSE_SECONDS, self._busy_seconds):
-            hint = f"dist-transformer track sync {self._run_dir.path}"
+            hint = f"dist-transformer track sync {self._run_dir.quoted}"
             seconds = time.monotonic() - began
             logger.warning("MLflow did not take everything in %.0f s. To send the rest: %s", seconds, hint)
 
@@ -238,12 +239,12 @@ def address_of(settings: TrackingConfig) -> str | None:
     said = os.environ.get(VARIABLE)
     if settings.uri or said is None:
         return settings.uri
-    if re.match(r"[\w+.-]+://.|databricks", said):
+    if re.match(rf"{ABSOLUTE_STORE}[\w+.-]+://.|databricks", said):
         return said
     shown = "***" if "@" in said else repr(said)
     got = shown if said.strip() else "an empty text; was the address to be read from a file that is not there?"
     raise UserError(
-        f"the variable {VARIABLE}: expected the address of MLflow, http://HOST:PORT, got {got}\n"
+        f"the variable {VARIABLE}: expected the address of MLflow, http://HOST:PORT or sqlite:////PATH.db, got {got}\n"
         f"Set it right, or `unset {VARIABLE}` to track in the folder of runs (mlflow.db), or set tracking.uri"
     )
 

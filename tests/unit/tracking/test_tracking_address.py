@@ -25,7 +25,7 @@ def test_the_setting_goes_before_mlflows_variable_and_that_before_the_store(
     assert target_of(settings_of("http://of-the-file:5000"), run_dir, tmp_path).uri == "http://of-the-file:5000"
 
 
-@pytest.mark.parametrize("value", ["", " ", "mlruns", "node5:5000", "user:pa55word@node5"])
+@pytest.mark.parametrize("value", ["", " ", "mlruns", "node5:5000", "user:pa55word@node5", "sqlite:///mlflow.db"])
 def test_a_variable_that_holds_no_address_is_refused_and_no_store_is_taken_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

@@ -3,6 +3,7 @@
 import getpass
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,32 @@ def test_samples_are_one_table_of_all_validations(
         for corpus, number in (("validation", 1), ("newstest", 7))
     ]
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
+
+
+def test_of_samples_that_wait_the_last_are_sent_which_hold_all(stored_run_dir: RunDir, client: MlflowClient) -> None:
+    samples = MetricsLog(stored_run_dir.samples)
+    for step in (10, 20, 30):
+        samples.append("samples", step, sample(step, "validation", 1))
+        add_event(stored_run_dir.tracking_events, "samples", {"step": step})
+    add_event(stored_run_dir.tracking_events, "status", {"status": "FINISHED"})
+    sent = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert sent.events == 2
+    experiment = client.get_run(sent.run_id).info.experiment_id
+    assert client.load_table(experiment, "samples.json", [sent.run_id])["step"].tolist() == [10, 20, 30]
+    assert sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent).events == 0
+
+
+def test_the_newest_of_two_evaluations_of_a_model_is_its_score(stored_run_dir: RunDir, client: MlflowClient) -> None:
+    started(stored_run_dir).close("FINISHED")
+    for bleu in (31.5, 29.5):
+        scores = {"name": "test", "step": 900, "metrics": {"bleu": bleu}}
+        add_event(stored_run_dir.tracking_events, "evaluation", scores)
+        sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+        time.sleep(0.002)  # the time of an event is in milliseconds
+    deliver_again(stored_run_dir)
+    run_id = run_id_of(stored_run_dir)
+    assert client.get_run(run_id).data.metrics["evaluation/test/bleu"] == 29.5
+    assert [point.value for point in client.get_metric_history(run_id, "evaluation/test/bleu")] == [31.5, 29.5]
 
 
 def test_the_report_is_an_artifact(

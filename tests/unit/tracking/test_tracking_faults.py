@@ -184,6 +184,23 @@ def test_an_upload_that_is_too_large_for_a_proxy_does_not_hold_up_what_follows(
     assert "413" in caplog.text
 
 
+def test_a_server_without_logged_models_is_one_warning_and_gets_all_else(
+    server: Server, proxy: Proxy, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.set_fault(Fault(only="logged-models", status=404, body="<title>404 Not Found</title>"))
+    tracker, log = following(run_dir, proxy.uri)
+    train(log, range(1, 11))
+    for step in (5, 10):
+        save_checkpoint(tracker, run_dir.path, step)
+    tracker.close("FINISHED")
+    assert_complete(server.uri, run_dir)
+    run = MlflowClient(tracking_uri=server.uri).get_run(run_id_of(run_dir))
+    assert (run.info.status, run.data.tags["best_checkpoint"]) == ("FINISHED", "step_00000010")
+    (warning,) = warnings(caplog)
+    assert "refused the event 'checkpoint', which is skipped" in warning
+    assert "a server older than MLflow 3 has none" in warning
+
+
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("body", ["You are not authenticated.", '{"error_code": "PERMISSION_DENIED", "message": "no"}'])
 def test_wrong_credentials_are_one_warning_that_says_what_to_set(

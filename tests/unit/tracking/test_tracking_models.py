@@ -19,12 +19,13 @@ from mlflow.entities import LoggedModel
 from mlflow_server import Server
 from tracking_helpers import TimedTracker, run_id_of, settings_of, store_of, train
 
+from dist_transformer.cli.tracking_verbs import model_command
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.schema import Config, DecodingConfig, ModelConfig, TrackingConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from dist_transformer.errors import UserError
+from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
@@ -168,6 +169,8 @@ def packages_imported_by(file: Path) -> set[str]:
 def test_a_model_is_registered_once_with_its_alias_which_a_person_may_move(
     finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(finished.path.parent)
+    finished = RunDir(Path(finished.path.name))  # a relative folder, as that of run.root: runs
     run_id = deliver(finished, register_as="translator", alias="champion")
     version = client.get_model_version_by_alias("translator", "champion")
     model = only_model(client, run_id)
@@ -287,6 +290,22 @@ def test_another_model_of_a_run_is_registered_by_hand_and_gets_the_alias(
     log_by_hand(finished.model, register_as="translator", alias="champion")  # back again, by a person's will
     assert versions(client) == ["1", "2"]
     assert champion(client) == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "alias", "message"),
+    [
+        ("en/de", None, "tracking.register_as: expected a name without / : '; got 'en/de'"),
+        ("it's", None, "tracking.register_as: expected a name without"),
+        ("translator", "v1", "tracking.alias: 'v1': expected letters, digits"),
+    ],
+)
+def test_names_that_mlflow_refuses_are_refused_before_a_model_is_uploaded(
+    finished: RunDir, name: str, alias: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_command(finished.path, None, name, alias)
+    assert not finished.tracking.exists()
 
 
 def test_a_model_logged_by_hand_that_is_too_large_is_refused(

@@ -164,14 +164,21 @@ def test_an_event_that_can_never_be_taken_does_not_hold_up_the_others(
     assert "gone is not there any more" in caplog.text
 
 
-def test_a_run_deleted_on_the_server_is_restored(stored_run_dir: RunDir, client: MlflowClient) -> None:
+@pytest.mark.parametrize("is_all", [False, True])
+def test_a_run_deleted_on_the_server_is_restored(stored_run_dir: RunDir, client: MlflowClient, is_all: bool) -> None:
+    """`is_all`: its whole experiment was deleted."""
     started(stored_run_dir).close("SCHEDULED")
     run_id = run_id_of(stored_run_dir)
-    client.delete_run(run_id)
+    experiment_id = client.get_run(run_id).info.experiment_id
+    if is_all:
+        client.delete_experiment(experiment_id)
+    else:
+        client.delete_run(run_id)
     train(MetricsLog(stored_run_dir.metrics), range(1, 6))
     started(stored_run_dir).close("FINISHED")
     assert run_id_of(stored_run_dir) == run_id
     assert client.get_run(run_id).info.lifecycle_stage == "active"
+    assert client.get_experiment(experiment_id).lifecycle_stage == "active"
     assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
 
 
