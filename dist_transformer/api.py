@@ -19,7 +19,7 @@ from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.evaluations import evaluations_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record, records_of_training
 
 
 class Run:
@@ -50,8 +50,8 @@ class Run:
     @property
     def step(self) -> int:
         """The last finished step that run.json or metrics.jsonl knows."""
-        steps = [int(record["step"]) for record in self.metrics("train")]
-        return max([int(read_record(self._run_dir.state).get("step", 0)), *steps[-1:]])
+        newest: dict[str, Any] = next(records_of_training(self._run_dir.metrics), {})
+        return max(int(each.get("step", 0)) for each in (read_record(self._run_dir.state), newest))
 
     @property
     def config(self) -> Config:
@@ -85,7 +85,7 @@ class Run:
         Args:
             event: only records of this kind: `train`, `validation`, `system`, `goodput`.
         """
-        return (record for record in read_records(self._run_dir.metrics) if event in (None, record["event"]))
+        return read_records(self._run_dir.metrics, *([] if event is None else [event]))
 
     def scores(self) -> dict[str, dict[str, Any]]:
         """Returns what `evaluate` has measured of `model`, by the name of the corpus: {"test": {"bleu": 28.4, ...}}.
@@ -97,6 +97,8 @@ class Run:
 
 class Translator:
     """Translates with the model of a run folder or a model folder, on a GPU if there is one.
+
+    A forked process (`multiprocessing.Pool`, `gunicorn --preload`) translates with one thread; on a GPU load it there.
 
     Args:
         folder: a run folder or a model folder.
@@ -130,9 +132,7 @@ class Translator:
             one text.
         """
         if isinstance(lines, str):
-            raise UserError(
-                "translate takes lines, got one text, whose letters would be lines: call the Translator itself"
-            )
+            raise UserError("translate takes lines, got one text, whose letters would be lines: call the Translator")
         return self._translator.translate(_all_text("a line", lines))
 
 
@@ -214,7 +214,8 @@ def evaluate(
     references: Sequence[str | Path] = (),
     **settings: Any,
 ) -> dict[str, Any]:
-    """Translates a test set and returns its sacreBLEU and chrF with signatures; a run folder keeps them in evaluation/.
+    """Translates a test set and returns its sacreBLEU and chrF with signatures; a run folder keeps them in evaluation/, and
+    MLflow gets them if it tracks the run.
 
     Args:
         folder: a run folder, or a model folder together with `source` and `references`.
@@ -225,12 +226,14 @@ def evaluate(
     Raises:
         UserError: there is no model, nothing to score, only one of `source` and `references`, or a setting has a wrong value.
     """
-    from dist_transformer.cli.evaluate import scored
+    from dist_transformer.cli.evaluate import report_to_mlflow, scored
 
     if isinstance(references, str | Path):
         raise UserError(f"references: expected a list of files, got {references!r}; put it in brackets")
     texts = None if source is None else Path(source), [*map(Path, references)]
-    return scored(Path(folder), split, *texts, **settings).scores
+    found = scored(Path(folder), split, *texts, **settings)
+    report_to_mlflow(found)
+    return found.scores
 
 
 def _all_text(what: str, given: Iterable[str]) -> Iterator[str]:

@@ -133,10 +133,8 @@ def evaluate_command(
     found = scored(
         run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, **search
     )  # fmt: skip
-    scores = found.scores
-    print(
-        f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
-    )
+    name, scores = found.name, found.scores
+    print(f"{name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}")
     _print_scores(scores)
     for each in found.modified:
         print(each.name, *(f"{key} {value:.2f}" for key, value in each.measured.items() if isinstance(value, float)))
@@ -147,10 +145,8 @@ def evaluate_command(
         write_output(output, json.dumps(with_speed, indent=1) + "\n")
         print(f"{with_speed['sentences_per_second']:.1f} sentences/s; written to {output}")
     elif found.run is not None:
-        config, run_dir = found.run
-        print(f"written to {run_dir.evaluation}")
-        if config.tracking.enabled:
-            _report_to_mlflow(config, run_dir, found)
+        print(f"written to {found.run[1].evaluation}")
+        report_to_mlflow(found)
 
 
 @dataclass(frozen=True)
@@ -312,20 +308,24 @@ def _print_scores(scores: dict[str, Any]) -> None:
         print(f"plug-in {scores['plugin']:.4f}  {scores['plugin_signature']}")
 
 
-def _report_to_mlflow(config: Config, run_dir: RunDir, found: Scored) -> None:
-    """Sends the scores as `evaluation/<name>/bleu` ... of the run, if MLflow tracks it and nobody trains it now."""
+def report_to_mlflow(found: Scored) -> None:
+    """Sends the scores as `evaluation/<name>/bleu` ... of the run, if MLflow tracks it; a failure is said and no error."""
+    if found.run is None or not found.run[0].tracking.enabled:
+        return
     from dist_transformer.run.lock import while_nobody_trains
     from dist_transformer.tracking.final_status import settle, status_said
     from dist_transformer.tracking.outbox import add_event
 
-    status = status_said(run_dir)
+    config, run_dir = found.run
+    if (status := status_said(run_dir)) is None:
+        return
+    problem: str | None = "the run is being trained; evaluate again when it has ended"
     with while_nobody_trains(run_dir) as is_free:
-        if status is None or not is_free:
-            return
-        for each in (found, *found.modified):
+        for each in (found, *found.modified) if is_free else ():
             numbers = {key: value for key, value in each.measured.items() if isinstance(value, float)}
             add_event(run_dir.tracking_events, "evaluation", {"name": each.name, "step": each.step, "metrics": numbers})
-        problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
+        if is_free:
+            problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:
         print(f"not reported to MLflow: {problem}", file=sys.stderr)
 

@@ -1,7 +1,9 @@
 """Model folders loaded for translation: models on their device, and the tokenizer."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,9 @@ from dist_transformer.distributed.devices import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
 from dist_transformer.model.transformer import Transformer
+
+# Threads of OpenMP, which loading starts, are gone in a forked process, where more than one would be waited for for ever.
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,20 @@ def test_a_wrong_setting_of_a_search_has_its_name_from_python(settings: dict[str
         search_settings(Path("a folder"), **settings)
 
 
+def test_a_damaged_record_costs_no_step_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    records = [
+        '{"event": "train", "step": 7, "time": 1.0}',
+        '{"event": "train", "time": 2.0}',
+        '{"event": "train", "st',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(records))
+    run = dist_transformer.Run(tmp_path)
+    assert run.step == 7
+    assert "step=7" in repr(run)
+    assert len([*run.metrics()]) == len([*run.metrics("train")]) == 2
+
+
 @pytest.mark.parametrize("lines", [["a", None], [b"abc"], b"abc"])
 def test_lines_that_are_no_text_are_refused(lines: Any) -> None:
     class Model:

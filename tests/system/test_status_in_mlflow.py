@@ -11,6 +11,7 @@ import pytest
 from mlflow import MlflowClient
 from running import Command, wait_for_step
 
+from dist_transformer import evaluate
 from dist_transformer.config.loading import load_config
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
@@ -107,3 +108,9 @@ def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, killed
         key: scores[key] for key in measures
     }
     assert run.info.status == "FINISHED"
+    with filelock.FileLock(killed.lock):
+        said = command("evaluate", killed.path, "--beam", 1)
+    assert "not reported to MLflow: the run is being trained; evaluate again when it has ended" in said
+    again = evaluate(killed.path, beam_size=2)  # from Python
+    history = MlflowClient(tracking_uri=memory["uri"]).get_metric_history(memory["run_id"], "evaluation/test/bleu")
+    assert [point.value for point in history] == [scores["bleu"], again["bleu"]]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,27 @@ def test_translate_keeps_order_and_leaves_empty_lines_empty(command, trained):
     assert len(lines) == 6
     assert lines[1] == lines[2] == ""
     assert lines[0] == lines[5] == command("translate", trained / "model", text="twenty-one\n").rstrip("\n")
+
+
+FORKED = """
+import multiprocessing, sys
+from dist_transformer import Translator
+translator = Translator(sys.argv[1])
+child = multiprocessing.get_context("fork").Process(target=translator, args=("The house is blue.",))
+child.start()
+child.join(100)
+child.kill()
+sys.exit(child.exitcode)
+"""
+
+
+def test_a_translator_that_was_loaded_before_a_fork_translates_after_it(trained):
+    """As in the workers of `multiprocessing.Pool` and `gunicorn --preload`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    assert (
+        subprocess.run([sys.executable, "-c", FORKED, trained], env=environment, timeout=300, check=False).returncode
+        == 0
+    )
 
 
 def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained, small_corpus):
