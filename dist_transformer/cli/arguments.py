@@ -31,9 +31,7 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
     if run.is_dir():
         run_dir = RunDir(run)
         if not run_dir.config.is_file():
-            raise UserError(
-                f"{run}: is a folder without config.yaml, so not a run folder; give a YAML file or a run folder"
-            )
+            raise UserError(f"{run}: is a folder without config.yaml, so not a run folder; give one, or a YAML file")
         if renaming := [o for o in overrides or [] if o.startswith(("run.name=", "run.root="))]:
             raise UserError(f"{run} is a run folder and keeps its name: give the YAML file together with {renaming[0]}")
         if any(override.startswith("slurm.cluster=") for override in overrides or []):

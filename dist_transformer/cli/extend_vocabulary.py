@@ -37,9 +37,7 @@ def extend_vocabulary_command(
 
     asked = [*(pieces or []), *(_lines(pieces_file) if pieces_file is not None else [])]
     if not asked:
-        raise UserError(
-            "there is no piece to add: give --pieces '<bt>', several times for several, or --pieces-file FILE"
-        )
+        raise UserError("there is no piece to add: give --pieces '<bt>', any number of times, or --pieces-file FILE")
     check_output(output, "a model folder")
     folder = model_folder_of(model)
     loaded = load_model_folder(folder)

@@ -28,9 +28,7 @@ def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None
     Raises UserError: the model has a sentencepiece model for each language, or CTranslate2 cannot have it.
     """
     if loaded.tokenizer_files.target is not None:
-        raise UserError(
-            "--to argos: a package has one sentencepiece model, this model two: train tokenizer.shared: true"
-        )
+        raise UserError("--to argos: a package has one sentencepiece model, this one two: train tokenizer.shared: true")
     about = loaded.information
     source, target = language_code(about.source_language), language_code(about.target_language)
     metadata = {"package_version": "1.0", "argos_version": "1.0", "from_code": source, "to_code": target}

@@ -175,9 +175,7 @@ def _refuse_among_checkpoints(path: Path) -> None:
     for folder in (real, *real.parents):
         run_dir = RunDir(folder.parent)
         if folder == run_dir.checkpoints and run_dir.config.is_file():
-            raise UserError(
-                f"{path}: lies among the checkpoints of a run, which are kept for resumes; give another path"
-            )
+            raise UserError(f"{path}: lies among the checkpoints of a run, kept for resumes; give another path")
 
 
 def _are_near(other: Path, path: Path) -> bool:
