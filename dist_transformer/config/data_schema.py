@@ -160,7 +160,7 @@ class DataConfig(Section):
     max_tokens: IntOrAuto = Field(
         8192,
         description="Largest micro-batch in tokens: source + target, padding counted. auto: the largest that fits into "
-        "memory, found at the first start and kept.",
+        "memory, found at a start and kept from the first checkpoint on.",
     )
     reslice_from: PositiveInt | None = Field(
         None,

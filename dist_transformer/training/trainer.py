@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from dist_transformer.config.loading import load_config
 from dist_transformer.config.model_size import (
     count_by_part,
     effective_training,
@@ -28,7 +27,6 @@ from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import find
-from dist_transformer.run.folder import RunDir
 from dist_transformer.training.batch_size_finder import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.changed_settings import Changes, compare_and_report
 from dist_transformer.training.checkpoint import checkpoints
@@ -106,7 +104,7 @@ def _newest(run: Run) -> Checkpoint | None:
 def settle_config(run: Run, checkpoint: Checkpoint | None) -> Run:
     """Resolves settings that depend on this start's ranks, checkpoint and divergences, once and for all (collective).
 
-    `data.max_tokens: auto` becomes a number at the first start and stays that number.
+    `data.max_tokens: auto` becomes the number of the checkpoint, and without one is found.
     """
     training = run.config.training
     if run.recovery.switch_to_bf16 and training.precision == "fp16":
@@ -140,30 +138,19 @@ def _initial_objective(run: Run) -> Objective:
 
 
 def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:
-    """Returns the budget of the checkpoint, or of a start that ended before the first, else searches (collective)."""
-    ranks, training = run.ranks, run.training
-    found = ranks.broadcast_object(_budget_found_before(run.run_dir) if ranks.is_rank_zero else None)
+    """Returns the budget of the checkpoint, else searches (collective)."""
     if checkpoint is not None:
-        found = checkpoint.state["recipe"]["data.max_tokens"]
-    if found is None:
-        doing = run.doing("looking for the largest data.max_tokens")
-        doing()
-        objective = _initial_objective(run)
-        manifest = run.manifest
-        parameters = count_by_part(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary)
-        held = state_bytes(parameters, training, ranks.num_ranks)
-        if ranks.device.type == "cpu":
-            held += offloaded_bytes(parameters.total, training, ranks.num_ranks)
-            held += snapshot_bytes(parameters.total, training, ranks.num_ranks)
-        found = find_max_tokens(objective, held, run.config.data, ranks, training, doing)
-    return int(found)
-
-
-def _budget_found_before(run_dir: RunDir) -> int | None:
-    if not run_dir.config.is_file():
-        return None
-    before = load_config(run_dir.config, check_files=False).data.max_tokens
-    return None if before == "auto" else before
+        return int(checkpoint.state["recipe"]["data.max_tokens"])
+    ranks, training, manifest = run.ranks, run.training, run.manifest
+    doing = run.doing("looking for the largest data.max_tokens")
+    doing()
+    objective = _initial_objective(run)
+    parameters = count_by_part(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    held = state_bytes(parameters, training, ranks.num_ranks)
+    if ranks.device.type == "cpu":
+        held += offloaded_bytes(parameters.total, training, ranks.num_ranks)
+        held += snapshot_bytes(parameters.total, training, ranks.num_ranks)
+    return find_max_tokens(objective, held, run.config.data, ranks, training, doing)
 
 
 def _load_initial_weights(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> dict[str, str]:

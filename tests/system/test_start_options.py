@@ -11,7 +11,7 @@ from running import NOT_INHERITED, without
 from safetensors.torch import load_file
 
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.config.loading import load_config
+from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.batch_size_finder import largest_shapes
@@ -180,6 +180,9 @@ def test_micro_batches_too_large_for_memory_end_the_run_before_its_first_step_wi
 
 def test_auto_finds_a_size_that_trains_within_the_limit_and_keeps_it_at_a_resume(command, origin):
     settings = ("run.name=auto", "data.max_tokens=auto", "model.d_ff=8192", "schedule.warmup_steps=1")
+    out_of_memory = load_config(command.folder / "small.yaml", [*settings, "data.max_tokens=4000000"])
+    (command.folder / "runs" / "auto").mkdir(parents=True)  # as a start leaves it that ended before its first step
+    (command.folder / "runs" / "auto" / "config.yaml").write_text(to_yaml(out_of_memory), encoding="utf-8")
     first = under_limit(command, 4_000_000, *settings, "training.max_steps=1")
     assert first.returncode == 0, first.stderr
     run = command.folder / "runs" / "auto"
