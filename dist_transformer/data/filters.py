@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[.,'\u2019\u00a0\u202f ]\d{3})+(?!\d)|\d
 
 
 class HeldOut(NamedTuple):
-    """Sorted keys of the sentences that no training corpus may have."""
+    """Sorted keys of the sentences that a training corpus may not have on its sides; in older files of each side its own."""
 
     source: Keys
     target: Keys

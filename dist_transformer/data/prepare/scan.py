@@ -193,27 +193,26 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
 
 
 def read_held_out(config: Config) -> HeldOut | None:
-    """Reads the sentences that no training corpus may have; None if there are none, or the rule is off.
+    """Reads the sentences that no training corpus may have, on either side; None if there are none, or the rule is off.
 
     Raises:
         DataError: one of the corpora cannot be read.
     """
-    data, sides = config.data, (list[Keys](), list[Keys]())
+    data, keys = config.data, list[Keys]()
     filters = [data.filters_of(corpus) for corpus in data.training_corpora().values()]
     forms = (str, without_markup) if any("markup" in each.thresholds() for each in filters) else (str,)
     for name, corpus in (data.held_out_corpora() if data.holds_out() else {}).items():
         try:
             for batch in read_corpus(corpus, data, SAMPLE_ROWS):
                 bare = [text and text.removeprefix(batch.prefix) for text in batch.source]
-                for keys, texts in ((sides[0], bare), (sides[1], batch.target)):
-                    kept = [text for text in texts if text and text.strip()]
-                    keys.append(Sentences([form(text) for text in kept for form in forms]).keys)
+                kept = [text for text in (*bare, *batch.target) if text and text.strip()]
+                keys.append(Sentences([form(text) for text in kept for form in forms]).keys)
         except DataError as error:
             raise DataError(
                 f"data.{name}: its sentences cannot be kept out of the training corpora: {error} Mend it, or set "
                 "data.filters.rules.held_out: false."
             ) from error
-    return HeldOut(*(np.unique(np.concatenate(side)) for side in sides)) if all(sides) else None
+    return HeldOut(*[np.unique(np.concatenate(keys))] * 2) if keys else None
 
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read
 
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.schema import Config
-from dist_transformer.data.filters import KeptText
+from dist_transformer.data.filters import HeldOut, KeptText
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
 from dist_transformer.data.prepare import chunks, clean, duplicates
 from dist_transformer.data.prepare.claims import Work
 from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
-from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, make_recipe, recipe_before_rules
+from dist_transformer.data.sentences import Sentences
 from dist_transformer.errors import DataError
 
 TEXT = {"source": "train.en", "target": "train.de"}
@@ -194,7 +196,11 @@ def test_a_stop_request_is_taken_while_the_keys_are_compared(tmp_path: Path, mon
 
 def test_validation_and_test_sentences_are_removed_unless_told_otherwise(tmp_path: Path):
     write_text(
-        tmp_path, [*PAIRS[:300], *PAIRS[NUM_TRAIN : NUM_TRAIN + 20], (PAIRS[590][0], "etwas"), ("x", PAIRS[310][1])]
+        tmp_path,
+        [
+            *(*PAIRS[:300], *PAIRS[NUM_TRAIN : NUM_TRAIN + 20], (PAIRS[590][0], "etwas"), ("x", PAIRS[310][1])),
+            *((target, source) for source, target in PAIRS[305:309]),  # as of a corpus of the other direction
+        ],
     )
     write_tsv(tmp_path / "test.tsv", PAIRS[300:320])
     write_tsv(tmp_path / "more.tsv", PAIRS[:10])
@@ -202,11 +208,11 @@ def test_validation_and_test_sentences_are_removed_unless_told_otherwise(tmp_pat
     held_out = {"test": {"path": "test.tsv", "tags": ["<t>"]}, "more_validation": {"more": {"path": "more.tsv"}}}
     config = config_of(tmp_path, data={**data, **held_out})
     assert rows_in(config) == [*range(10, 300)]
-    assert report_of(config)["train"]["dropped"]["held_out"] == 32
+    assert report_of(config)["train"]["dropped"]["held_out"] == 36
     off = config_of(tmp_path, data={**data, **held_out, "filters": {"rules": {"held_out": False}}})
-    assert rows_in(off) == [*range(322)]
+    assert rows_in(off) == [*range(326)]
     longer = config_of(tmp_path, data={**data, "filters": {"rules": {"held_out": 1000}}})
-    assert rows_in(longer) == [*range(322)]
+    assert rows_in(longer) == [*range(326)]
     other_test = config_of(tmp_path, data={**data, **held_out, "test": {"path": "more.tsv"}})
     assert prepared_folder(other_test) != prepared_folder(config) != prepared_folder(off)
 
@@ -219,6 +225,20 @@ def test_held_out_sentences_with_markup_are_removed_before_and_after_their_repai
         rules = {"markup": rule and 0.9, "held_out": True}
         config = config_in(tmp_path, [*PAIRS[:50], *marked, *plain], rules, test={"path": "test.tsv"})
         assert len(rows_in(config)) == rows
+
+
+def test_what_was_prepared_or_begun_by_a_version_that_compared_each_side_with_its_own_stays_as_it_is(tmp_path: Path):
+    write_text(tmp_path, [*PAIRS[:50], PAIRS[310], PAIRS[311][::-1]])
+    write_tsv(tmp_path / "test.tsv", PAIRS[305:315])
+    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "test": {"path": "test.tsv"}})
+    folder = prepared_folder(config)
+    folder.mkdir(parents=True)
+    sides = (np.unique(Sentences([pair[side] for pair in PAIRS[305:315]]).keys) for side in (0, 1))
+    (folder / LOCK_NAME).touch()
+    HeldOut(*sides).save(folder)
+    assert rows_in(config) == [*range(50), 51]
+    shutil.rmtree(folder)
+    assert rows_in(config) == [*range(50)]
 
 
 def test_a_test_set_that_cannot_be_read_stops_the_preparation_unless_it_may_be_in_training(tmp_path: Path):
