@@ -116,7 +116,8 @@ def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: A
     if checkpoints.every_steps % validation.every_steps:
         yield (
             f"checkpoints.keep_best: checkpoints.every_steps {checkpoints.every_steps} is no multiple of "
-            f"validation.every_steps {validation.every_steps}: a checkpoint is judged by the validation at its step"
+            f"validation.every_steps {validation.every_steps}: a checkpoint is judged by the validation at its step; "
+            "give a validation.every_steps that divides it"
         )
 
 

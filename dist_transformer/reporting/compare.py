@@ -239,6 +239,8 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
     corpus, key = corpus_and_measure(measure)
     found = _other_text(stories, f"data.more_validation.{corpus}" if corpus else "data.validation")
     if key in metrics.TRANSLATION_MEASURES:
+        known = {str(story.curves.newest.get("validation", {}).get(f"{measure}_signature")) for story in stories}
+        found += [f"{measure}_signature"] if len(known - {"None"}) > 1 else []
         return found + differences(stories, settings_of_measure(key))
     pieces = [story.prepared.pieces for story in stories if story.prepared and story.prepared.pieces]
     if pieces and len(pieces) == len(stories):

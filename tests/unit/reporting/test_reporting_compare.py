@@ -182,6 +182,15 @@ def test_the_best_of_a_run_that_measures_otherwise_since_a_resume_is_a_later_one
     assert rows["validation BLEU, best"] == (["25.50 (step 300)", "24.00 (step 400)"], 0)
 
 
+def test_bleu_of_other_tokens_in_training_has_no_best_one(tmp_path):
+    run_dirs = [write_run(tmp_path / name, num_steps=steps) for name, steps in (("first", 400), ("second", 397))]
+    run_dirs[1].metrics.write_text(run_dirs[1].metrics.read_text().replace("tok:13a", "tok:char"))
+    rows = result_rows(named([read_story(run_dir) for run_dir in run_dirs]))
+    unmarked = {row.name.split(",")[0]: row.note for row in rows if row.note}
+    why = "the runs differ in"
+    assert unmarked == {"validation BLEU": f"{why} bleu_signature", "newstest BLEU": f"{why} newstest/bleu_signature"}
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     stories = [read_story(write_run(tmp_path / sweep / "task_0", num_steps=20)) for sweep in ("a", "b")]
     assert [name for name, _ in named(stories)] == ["a/task_0", "b/task_0"]
