@@ -52,11 +52,11 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
 def _as_begun(config: Config, run_dir: RunDir) -> Config:
     """Returns the configuration with the run's own values of what it leaves open: the precision, the end of the schedule."""
     training, has_end = config.training, config.schedule.name in ("cosine", "linear")
-    given = {"precision": training.precision != "auto", "max_steps": not has_end or training.max_steps is not None}
-    if all(given.values()) or not run_dir.config.is_file():
+    is_open = {"precision": training.precision == "auto", "max_steps": has_end and training.max_steps is None}
+    if not any(is_open.values()) or not run_dir.config.is_file():
         return config
     before = load_config(run_dir.config, check_files=False).training
-    kept = {key: getattr(before, key) for key, is_given in given.items() if not is_given}
+    kept = before.model_dump(include={key for key in is_open if is_open[key]})
     return config.model_copy(update={"training": training.model_copy(update=kept)})
 
 

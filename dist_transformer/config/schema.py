@@ -129,7 +129,7 @@ class TrainingConfig(Section):
     """Length of the training, precision, sharding and the training step."""
 
     max_steps: PositiveInt | None = Field(
-        100_000, description="Last step of the run; none, also where max_epochs alone is given: the epochs are its end."
+        100_000, description="Last step; none, also with max_epochs alone: another end."
     )
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(

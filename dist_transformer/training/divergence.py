@@ -90,13 +90,8 @@ class LossMonitor:
             raise Diverged(self._reason(loss), self._since_step)
 
     def begin_anew(self) -> None:
-        """Forgets the losses so far: a new stage of a mixture begins, and earlier losses are no measure of it.
-
-        Those that are not finite are, and still count.
-        """
-        if self._count >= WINDOW_STEPS:
-            self._out_of_bounds = 0
-        self._count = 0
+        """Forgets the losses so far, which are no measure of a new stage of a mixture; those not finite still count."""
+        self._count, self._out_of_bounds = 0, self._out_of_bounds if self._count < WINDOW_STEPS else 0
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the monitor, for a checkpoint."""

@@ -182,14 +182,10 @@ def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: 
     changed = [key for key in sorted({*before, *recipe}) if differs(key, before, recipe) and key not in allowed]
     if changed:
         lines = [f"  {key}: {before.get(key)} -> {recipe.get(key)}" for key in changed]
-        other_lanes = (
-            f" Or set data.reslice_from={before['data.lanes']} to cut the rest of the epoch into other lanes."
-            if changed == ["data.lanes"]
-            else ""
-        )
+        hint = f" Or set data.reslice_from={before.get('data.lanes')} to cut the rest of the epoch into other lanes."
         raise CheckpointError(
             f"{checkpoint.path} cannot be resumed, since these have changed:\n" + "\n".join(lines) + "\n"
-            f"Put them back, or give the changed run another run.name.{other_lanes}"
+            f"Put them back, or give the changed run another run.name.{hint if changed == ['data.lanes'] else ''}"
         )
 
 

@@ -187,11 +187,8 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 
 def _warn_of_held_out(run: Run) -> None:
-    if names := not_held_out(run.config.data, run.manifest.recipe):
-        log.warning(
-            "data       %s: not held out of the text that this run trains on, which was prepared before: scores may be of "
-            "sentences that it has seen", ", ".join(f"data.{name}" for name in names),
-        )  # fmt: skip
+    if names := ", ".join(f"data.{name}" for name in not_held_out(run.config.data, run.manifest.recipe)):
+        log.warning("data       %s: not held out of the text that was prepared before: may be trained on", names)
 
 
 def _warn_of_other_threads(run: Run, checkpoint: Checkpoint) -> None:

@@ -19,11 +19,8 @@ JUDGED_LATE_STEPS = 3
 
 
 def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
-    """Returns the newest checkpoint and the regular ones, oldest first, as in a run without stops.
-
-    Regular are those of every `checkpoints.every_steps` steps of the start that saved them; of `every_steps`, if they do not
-    know it.
-    """
+    """Returns the newest checkpoint and the regular ones, oldest first, as in a run without stops: those of every
+    `checkpoints.every_steps` steps of the start that saved them; of `every_steps`, if they do not know it."""
     paths = [path for path in saved(run_dir) if step_of(path) > 0]
     return [path for path in paths if path == paths[-1] or _is_due(path, "every_steps", every_steps)]
 
@@ -44,7 +41,7 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
     Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
     PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of the regular ones the `keep_best` that are best
     by `metric`, and while fewer were measured as the newest one the best that were measured otherwise; those of every
-    `keep_every_steps` steps, now or when they were saved.
+    `keep_every_steps` steps.
     """
     if not (paths := saved(run_dir)):
         return
@@ -59,18 +56,14 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
         kept |= {*best(rest, settings.keep_best, metric)}
         missing -= len(measured)
         rest = [path for path in rest if path not in measured]
-    every = settings.keep_every_steps or 0
-    kept |= {
-        path for path in paths if _is_due(path, "keep_every_steps", every) or (every and step_of(path) % every == 0)
-    }
+    kept |= {path for path in paths if _is_due(path, "keep_every_steps", settings.keep_every_steps or 0)}
     for path in paths:
         if path not in kept:
             delete(path)
 
 
 def _is_due(path: Path, key: str, otherwise: int) -> bool:
-    """True if the step is a multiple of a setting of `checkpoints` of the start that saved it; where none is known of
-    `otherwise` (0: of none)."""
+    """True if the step is a multiple of a setting of the start that saved it, or `otherwise` (0: none) if that had none."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         state = patiently(path / STATE, lambda: read_json(path / STATE))
         otherwise = int(state["settings"]["checkpoints"][key]) or otherwise
