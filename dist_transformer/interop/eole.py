@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from dist_transformer.config.checks import check_model
-from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.model_file import ending_with_padding, read_pieces_file
 from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled, read_tensors
 from dist_transformer.interop.marian import save_imported
+from dist_transformer.interop.marian_settings import model_of
 from dist_transformer.interop.marian_vocabulary import numbered_pieces, read_object, renumber, special_pieces
 from dist_transformer.interop.marian_weights import layer_tensors
 
@@ -94,17 +92,9 @@ def _config_of(settings: Mapping[str, Any], path: Path) -> ModelConfig:
     given: dict[str, Any] = {ours: theirs[0][name] for name, ours in _SIZES.items()}
     given |= {f"num_{side}_layers": each["layers"] for side, each in zip(("encoder", "decoder"), theirs, strict=True)}
     given |= {"norm": "pre", "activation": activations[0], "shared_embeddings": is_shared and is_tied}
-    try:
-        config = ModelConfig.model_validate({**given, "tied_output": is_tied, "output_bias": True})
-        problems += check_model(config)
-    except ValidationError as error:
-        problems += [f"{each['loc'][0]}: {value_problem((), each)}" for each in error.errors()]
-    if problems:
-        raise UserError(
-            f"{path}: cannot be imported:\n  " + "\n  ".join(dict.fromkeys(problems)) + "\nGive an encoder-decoder "
-            "Transformer with sinusoidal positions, as Eole's recipe wmt17 trains it"
-        )
-    return config
+    given |= {"tied_output": is_tied, "output_bias": True}
+    advice = "Give an encoder-decoder Transformer with sinusoidal positions, as Eole's recipe wmt17 trains it"
+    return model_of(given, problems, path, advice)
 
 
 def _section(settings: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

@@ -15,11 +15,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from dist_transformer.config.checks import check_model
-from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.config.yaml12 import dump, load
 from dist_transformer.data.special_tokens import SpecialTokens
@@ -29,6 +26,7 @@ from dist_transformer.files import write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled
 from dist_transformer.interop.marian import LENGTH_PENALTY, refuse_others, save_imported
+from dist_transformer.interop.marian_settings import model_of
 from dist_transformer.interop.marian_vocabulary import (
     SOURCE,
     TARGET,
@@ -151,17 +149,11 @@ def _config_of(settings: Mapping[str, Any], path: Path) -> ModelConfig:
     given: dict[str, Any] = {ours: settings.get(name) for name, ours in _SIZES.items()}
     given |= {"shared_embeddings": is_shared, "tied_output": is_shared or is_tied, "output_bias": True}
     given |= {"activation": ACTIVATIONS.get(settings.get(ACTIVATION, "swish"), "silu"), "positions": "marian"}
-    try:
-        config = ModelConfig.model_validate(given)
-        problems += check_model(config)
-    except ValidationError as error:
-        problems += [f"{each['loc'][0]}: {value_problem((), each)}" for each in error.errors()]
-    if problems:
-        raise UserError(
-            f"{path}: cannot be imported:\n  " + "\n  ".join(problems) + "\nGive a post-norm Transformer with "
-            "self-attention in its decoder (Bergamot's students have SSRU cells there, autoreg rnn), or train such a one"
-        )
-    return config
+    advice = (
+        "Give a post-norm Transformer with self-attention in its decoder (Bergamot's students have SSRU cells there, "
+        "autoreg rnn), or train such a one"
+    )
+    return model_of(given, problems, path, advice)
 
 
 def _vocabularies(
@@ -195,10 +187,8 @@ def _from_marian(
     """Our weights. CheckpointError names tensors that have no place in them."""
     weights = {}
     for ours, names in _layer_tensors(config):
-        parts = [left.pop(name) for name in names]
-        weights[ours] = torch.cat(
-            [part.flatten() if ours.endswith((".bias", "norm.weight")) else part.T for part in parts]
-        )
+        is_vector = ours.endswith((".bias", "norm.weight"))
+        weights[ours] = torch.cat([left.pop(name).flatten() if is_vector else left.pop(name).T for name in names])
     bias_1V = left.pop("decoder_ff_logit_out_b", torch.zeros(1, target.imported))
     for ours, tensor in {**embeddings, "output_bias": bias_1V.flatten()}.items():
         rows, filler = source if ours.startswith("source") else target, UNREACHABLE if ours == "output_bias" else 0.0

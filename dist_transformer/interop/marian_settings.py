@@ -1,12 +1,14 @@
 """Reader of config.json of a MarianMTModel: checks type and range of every entry that matters."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from dist_transformer.config.checks import check_model
 from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.config.section import Bool, Fraction, PositiveInt
@@ -73,6 +75,18 @@ class _Entries(BaseModel):
         if name == "eos_token_id" and value == others.get("decoder_start_token_id"):
             raise PydanticCustomError("start", "expected another id than decoder_start_token_id")
         return value
+
+
+def model_of(given: Mapping[str, Any], problems: Sequence[str], path: Path, advice: str) -> ModelConfig:
+    """Our configuration of the network described in `path`. UserError: all its problems, after those found before."""
+    try:
+        config = ModelConfig.model_validate(given)
+        found = list(check_model(config))
+    except ValidationError as error:
+        found = [f"{each['loc'][0]}: {value_problem((), each)}" for each in error.errors()]
+    if found := list(dict.fromkeys([*problems, *found])):
+        raise UserError("\n  ".join([f"{path}: cannot be imported:", *found]) + f"\n{advice}")
+    return config
 
 
 def read_settings(path: Path) -> MarianSettings:

@@ -24,30 +24,27 @@ POSITIONS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positi
 
 @dataclass(frozen=True)
 class _Module:
-    """A linear layer or norm: our name, Marian's names (whose rows are concatenated), and the axes of d_model."""
+    """A linear layer or norm: our name, Marian's names (whose rows are concatenated), and the weight's axis of d_model."""
 
     ours: str
     theirs: tuple[str, ...]
-    rows_are_d_model: bool
-    columns_are_d_model: bool
+    axis: int
 
 
 _ENCODER = (
-    _Module(
-        "self_attention.query_key_value", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), False, True
-    ),
-    _Module("self_attention.output", ("self_attn.out_proj",), True, False),
-    _Module("self_attention_residual.norm", ("self_attn_layer_norm",), True, False),
-    _Module("feed_forward.inner", ("fc1",), False, True),
-    _Module("feed_forward.outer", ("fc2",), True, False),
-    _Module("feed_forward_residual.norm", ("final_layer_norm",), True, False),
+    _Module("self_attention.query_key_value", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 1),
+    _Module("self_attention.output", ("self_attn.out_proj",), 0),
+    _Module("self_attention_residual.norm", ("self_attn_layer_norm",), 0),
+    _Module("feed_forward.inner", ("fc1",), 1),
+    _Module("feed_forward.outer", ("fc2",), 0),
+    _Module("feed_forward_residual.norm", ("final_layer_norm",), 0),
 )
 _DECODER = (
     *_ENCODER,
-    _Module("cross_attention.query", ("encoder_attn.q_proj",), False, True),
-    _Module("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj"), False, True),
-    _Module("cross_attention.output", ("encoder_attn.out_proj",), True, False),
-    _Module("cross_attention_residual.norm", ("encoder_attn_layer_norm",), True, False),
+    _Module("cross_attention.query", ("encoder_attn.q_proj",), 1),
+    _Module("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj"), 1),
+    _Module("cross_attention.output", ("encoder_attn.out_proj",), 0),
+    _Module("cross_attention_residual.norm", ("encoder_attn_layer_norm",), 0),
 )
 
 
@@ -58,8 +55,7 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
     left = {name: tensor for name, tensor in tensors.items() if name not in POSITIONS}
     weights = {}
     for name, theirs, axes in layer_tensors(config):
-        joined = torch.cat([_take(left, (key,)) for key in theirs])
-        weights[name] = _reordered(joined, axes, order_D)
+        weights[name] = _reordered(torch.cat([_take(left, (key,)) for key in theirs]), axes, order_D)
     if config.shared_embeddings:
         shared_names = ("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
         source_VD = target_VD = _take(left, (*shared_names, "lm_head.weight"))
@@ -130,10 +126,9 @@ def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, list[str], tuple[i
         for number in range(num_layers):
             for module in modules:
                 theirs = [f"model.{stack}.layers.{number}.{name}" for name in module.theirs]
-                rows, columns = (0,) * module.rows_are_d_model, (1,) * module.columns_are_d_model
                 ours = f"{stack}_layers.{number}.{module.ours}"
-                yield f"{ours}.weight", [f"{name}.weight" for name in theirs], rows + columns
-                yield f"{ours}.bias", [f"{name}.bias" for name in theirs], rows
+                yield f"{ours}.weight", [f"{name}.weight" for name in theirs], (module.axis,)
+                yield f"{ours}.bias", [f"{name}.bias" for name in theirs], (0,) if module.axis == 0 else ()
 
 
 def _reordered(tensor: Tensor, axes: Sequence[int], order_D: Tensor) -> Tensor:
