@@ -39,9 +39,9 @@ class Joined:
     masks: Sequence[Tensor | None]
 
     def split(self, joined_1NP: Tensor) -> list[Tensor]:
-        """Returns (rows, length, P) of each batch, views of the input."""
-        parts_NP = torch.split(joined_1NP[0], [rows * length for rows, length in self.shapes])
-        return [part_NP.view(*shape, -1) for part_NP, shape in zip(parts_NP, self.shapes, strict=True)]
+        """Returns (rows, length, P) of each batch, views of the input; (rows, length) of one without P, such as ids."""
+        parts = torch.split(joined_1NP[0], [rows * length for rows, length in self.shapes])
+        return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def join(parts_BTP: Sequence[Tensor]) -> Tensor:
@@ -246,9 +246,7 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
         return attend_in_fp32(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal)
     if query_BHTK.is_cuda and not torch.compiler.is_compiling():
         torch.backends.cuda.enable_flash_sdp(query_BHTK.shape[2] > EFFICIENT_UP_TO)
-    return F.scaled_dot_product_attention(
-        query_BHTK, past.key_BHSK, past.value_BHSV, attn_mask=mask, is_causal=is_causal
-    )
+    return F.scaled_dot_product_attention(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal=is_causal)
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:

@@ -9,7 +9,7 @@ elsewhere it computes in fp32. One test product verifies that before oneDNN is u
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,10 @@ def has_faster_products(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype == torch.float32 and _onednn_is_faster()
 
 
-@contextmanager
-def faster_products(tensor: Tensor) -> Iterator[None]:
+def faster_products(tensor: Tensor) -> AbstractContextManager[None]:
     """Selects the faster library for products of matrices like this tensor. Not for attention: oneDNN starts its many
     small products too slowly."""
-    if not has_faster_products(tensor):
-        yield
-        return
-    with _by_onednn():
-        yield
+    return _by_onednn() if has_faster_products(tensor) else nullcontext()
 
 
 @contextmanager

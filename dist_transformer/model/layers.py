@@ -118,10 +118,8 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
         """`rotary_positions`: see `SelfAttention`."""
         super().__init__()
-        alpha = DeepNorm.of_encoder(config).alpha
-        self.self_attention = SelfAttention(
-            config.d_model, config.num_heads, head_sizes(config), is_causal=False, rotary_positions=rotary_positions
-        )
+        alpha, sizes = DeepNorm.of_encoder(config).alpha, (config.d_model, config.num_heads, head_sizes(config))
+        self.self_attention = SelfAttention(*sizes, is_causal=False, rotary_positions=rotary_positions)
         self.self_attention_residual = AddAndNorm(config, alpha)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)
@@ -148,12 +146,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
         """`rotary_positions`: see `SelfAttention`."""
         super().__init__()
-        alpha = DeepNorm.of_decoder(config).alpha
-        self.self_attention = SelfAttention(
-            config.d_model, config.num_heads, head_sizes(config), is_causal=True, rotary_positions=rotary_positions
-        )
+        alpha, sizes = DeepNorm.of_decoder(config).alpha, (config.d_model, config.num_heads, head_sizes(config))
+        self.self_attention = SelfAttention(*sizes, is_causal=True, rotary_positions=rotary_positions)
         self.self_attention_residual = AddAndNorm(config, alpha)
-        self.cross_attention = CrossAttention(config.d_model, config.num_heads, head_sizes(config))
+        self.cross_attention = CrossAttention(*sizes)
         self.cross_attention_residual = AddAndNorm(config, alpha)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)

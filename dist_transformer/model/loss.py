@@ -207,9 +207,8 @@ def gradient_of_logits(
     if label_smoothing:  # the mean logit may be infinite
         loss_C = loss_C + label_smoothing * (log_normaliser_C - mean_logit_C)
     is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C[:, None]
-    gradient_CV = (logits_CV - log_normaliser_C[:, None]).exp() - is_target_CV.to(logits_CV.dtype) * (
-        1 - label_smoothing
-    )
+    probability_CV = (logits_CV - log_normaliser_C[:, None]).exp()
+    gradient_CV = probability_CV - is_target_CV.to(logits_CV.dtype) * (1 - label_smoothing)
     return loss_C.sum(), nll_C.sum(), (gradient_CV * scale).to(dtype)
 
 

@@ -57,11 +57,8 @@ class PluginTransformer(Transformer):
         try:
             logits = self.network(source_BS, target_BT)
         except (Exception, SystemExit) as error:
-            if (
-                isinstance(error, DistTransformerError | MemoryError | OSError)
-                or explain(error)
-                or _OF_DEVICE.search(str(error))
-            ):
+            is_told = isinstance(error, DistTransformerError | MemoryError | OSError)
+            if is_told or explain(error) or _OF_DEVICE.search(str(error)):
                 raise
             raise error_of(self.plugin, error) from error
         expected = f"a tensor of shape {(*target_BT.shape, self.target_vocabulary)}"

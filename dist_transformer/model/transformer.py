@@ -7,7 +7,7 @@ In decoding the batch rows are the beams of the sentences in turn: rows n * beam
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -249,15 +249,9 @@ class Transformer(nn.Module):
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
     def _decode_joined(self, source_M: Tensor, target_N: Tensor, shapes: Shapes) -> Tensor:
-        sources, targets = (
-            [
-                part.view(rows, -1)
-                for part, rows in zip(torch.split(side, sizes), (b for b, _, _ in shapes), strict=True)
-            ]
-            for side, sizes in ((source_M, [b * s for b, s, _ in shapes]), (target_N, [b * t for b, _, t in shapes]))
-        )
-        source = Joined([(b, s) for b, s, _ in shapes], [self._mask(source_BS) for source_BS in sources])
-        target = Joined([(b, t) for b, _, t in shapes], [None] * len(shapes))
+        source, target = (Joined([(b, side[i]) for b, *side in shapes], [None] * len(shapes)) for i in (0, 1))
+        sources, targets = source.split(source_M[None]), target.split(target_N[None])
+        source = replace(source, masks=[self._mask(source_BS) for source_BS in sources])
         memory_1MD = join([self._embed(self.source_embedding, self.source_positions, tokens) for tokens in sources])
         for layer in self.encoder_layers:
             memory_1MD = self._layer(layer, source, memory_1MD, None, source)

@@ -142,7 +142,8 @@ def test_keys_and_values_may_be_of_different_sizes(monkeypatch, precision, stage
     sizes = {**SMALL_MODEL, "key_size": key_size, "value_size": value_size}
     config = config_of(sizes, precision=precision, zero_stage=stage)
     monkeypatch.setattr(
-        "torch.nn.functional.scaled_dot_product_attention", lambda *inputs, **_: KernelLikeThoseOfGpus.apply(*inputs)
+        "torch.nn.functional.scaled_dot_product_attention",
+        lambda *inputs, **_: KernelLikeThoseOfGpus.apply(*inputs[:3]),
     )
     found = activations(config, VOCABULARY, Shape(5, 11, 23), on_gpu=False)
     kept, copies = kept_by_autograd(config, Shape(5, 11, 23))
