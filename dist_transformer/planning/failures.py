@@ -104,10 +104,8 @@ class SaveInterval:
 
 def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
     """Best interval by the closed form, which unlike Young's includes the write, the limit and whole steps."""
-    longest = max(
-        30 * max(young_interval(conditions), conditions.write_seconds, step_seconds),
-        conditions.between_failures_seconds,
-    )
+    shortest = max(young_interval(conditions), conditions.write_seconds, step_seconds)
+    longest = max(30 * shortest, conditions.between_failures_seconds)
     ratio = (longest / step_seconds) ** (1 / INTERVALS_LOOKED_AT)
     steps = sorted({round(ratio**power) for power in range(INTERVALS_LOOKED_AT + 1)})
     shares = {count: expected_attempt(conditions, count * step_seconds).kept_share for count in steps}

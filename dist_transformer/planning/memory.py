@@ -5,6 +5,7 @@ of the backward pass; its end, with all gradients; the update. The memory of eac
 moments was measured on 1 and 2 ranks; benchmarks/memory_plan.py checks the formulas against it.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,15 +173,13 @@ def most_tokens(config: Config, num_ranks: int, memory_bytes: float) -> int:
     """Largest `data.max_tokens` that fits into `memory_bytes`, a multiple of 256; 0 if not even one pair fits."""
     smallest = 2 * config.data.filters.max_tokens
 
-    def fits(tokens: int) -> bool:
-        return memory_of_rank(with_tokens(config, tokens), num_ranks).peak_bytes <= memory_bytes
+    def is_too_large(tokens: int) -> bool:
+        return memory_of_rank(with_tokens(config, tokens), num_ranks).peak_bytes > memory_bytes
 
-    low, high = 0, AUTO_MAX_TOKENS // AUTO_MULTIPLE_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * AUTO_MULTIPLE_TOKENS) else (low, middle - 1)
-    tokens = max(low * AUTO_MULTIPLE_TOKENS, smallest)
-    return tokens if fits(tokens) else 0
+    sizes = range(AUTO_MULTIPLE_TOKENS, AUTO_MAX_TOKENS + 1, AUTO_MULTIPLE_TOKENS)
+    num_fitting = bisect_left(sizes, True, key=is_too_large)
+    tokens = max(num_fitting * AUTO_MULTIPLE_TOKENS, smallest)
+    return 0 if is_too_large(tokens) else tokens
 
 
 def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | None:

@@ -39,20 +39,18 @@ class Row:
 def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware) -> Row:
     """Row for `nodes` nodes. `hardware` is that of each rank; a rank has one GPU."""
 
-    def at_stage(stage: int) -> Config:
-        """Stage 0 offloads nothing, and only stage 3 offloads weights."""
+    def peak_at(stage: int) -> int:
+        """Bytes of a rank: stage 0 offloads nothing, and only stage 3 offloads weights."""
         offload = "optimizer" if stage < 3 and config.training.offload != "none" else config.training.offload
         change = {"zero_stage": stage, "offload": offload if stage else "none"}
-        return config.model_copy(update={"training": config.training.model_copy(update=change)})
+        changed = config.model_copy(update={"training": config.training.model_copy(update=change)})
+        return memory_of_rank(with_effective_zero_stage(changed, num_ranks), num_ranks).peak_bytes
 
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
     config = with_resolved_token_budget(with_effective_zero_stage(config, num_ranks), num_ranks, hardware)
     memory = memory_of_rank(config, num_ranks)
-    by_stage = {
-        stage: memory_of_rank(with_effective_zero_stage(at_stage(stage), num_ranks), num_ranks).peak_bytes
-        for stage in range(4)
-    }
+    by_stage = {stage: peak_at(stage) for stage in range(4)}
     has_lanes = num_ranks <= config.data.lanes
     time = step_time(config, num_ranks, gpus_per_node, hardware) if has_lanes else None
     problem = None
