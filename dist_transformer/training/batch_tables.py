@@ -23,10 +23,9 @@ def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
     print(*table(HEADER, [_cells(*lane, manifest) for lane in lanes]), sep="\n")
     by_corpus = _by_corpus([sum(column) for column in zip(*counts, strict=True)], manifest)
     print(f"in all        {sum(shape.pairs for shape in shapes)} pairs: {by_corpus}")
-    print(
-        f"tokens        {sum(shape.target_tokens for shape in shapes)} target; {real} real of {padded} padded, ", end=""
-    )
-    print(f"padding {_share(real, padded)}, straggler ratio {seen.straggler_ratio:.3f}")
+    target = sum(shape.target_tokens for shape in shapes)
+    print(f"tokens        {target} target; {real} real of {padded} padded, padding {_share(real, padded)}, ", end="")
+    print(f"straggler ratio {seen.straggler_ratio:.3f}")
     print(f"batch digest  {seen.digest}")
     for rule, count in sorted(seen.dropped.items()):
         print(f"dropped       {count} pairs by {rule} from the windows that begin here")

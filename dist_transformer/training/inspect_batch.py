@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dist_transformer.data.loader.batching import straggler_ratio
 from dist_transformer.data.loader.loader import MicroBatch
-from dist_transformer.data.loader.position import Quarantined, position_from_json
+from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.format import progress_bar
@@ -17,7 +17,6 @@ from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.tensor_files import STATE, read_state
 from dist_transformer.training.global_batch import next_with_pairs
 from dist_transformer.training.run_data import RunData
-from dist_transformer.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class SeenBatch:
     Attributes:
         beginning: start of the walk to it: a checkpoint, or the first step.
         dropped: pairs dropped by rule from the windows begun for it.
-        left_out: row groups quarantined in these windows.
+        quarantined: row groups quarantined in these windows.
     """
 
     step: int
@@ -68,19 +67,19 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
     if following := next((c for c in kept if c.state["batches"] >= step), None):
         _refuse_other_lanes(data, step, beginning, following)
     name = f"checkpoint {beginning.path.name}" if beginning else "the first step"
-    progress = _progress(data, beginning, newest)
-    batches = _batches(data, progress, name)
+    first = beginning.state["batches"] if beginning else 0
+    batches = _batches(data, _position(data, beginning, newest), first, name)
     with progress_bar() as show:
-        for done in range(1, step - progress.batches + 1):
+        for done in range(1, step - first + 1):
             seen = next(batches)
-            show(f"from {name}", done, step - progress.batches)
+            show(f"from {name}", done, step - first)
     return seen
 
 
-def _batches(data: RunData, progress: TrainState, beginning: str) -> Iterator[SeenBatch]:
-    """Yields the global batches as the training loop takes them, all lanes in one process; UserError if there is none."""
-    step, most_epochs = progress.batches, data.config.training.max_epochs
-    loader = data.loader(progress.position, step, rank=0, num_ranks=1, num_workers=0)
+def _batches(data: RunData, position: Position, step: int, beginning: str) -> Iterator[SeenBatch]:
+    """Yields the global batches after `step` as the loop takes them, all lanes in one process; UserError at the end."""
+    most_epochs = data.config.training.max_epochs
+    loader = data.loader(position, step, rank=0, num_ranks=1, num_workers=0)
 
     def fetch() -> SeenBatch:
         if loader.must_repartition(step):
@@ -109,16 +108,13 @@ def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
     return found
 
 
-def _progress(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | None) -> TrainState:
-    """Returns the state to begin from. Row groups that the run has quarantined stay so, even if fixed since."""
+def _position(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | None) -> Position:
+    """Returns the position to begin from. Row groups that the run has quarantined stay so, even if fixed since."""
     position = data.start() if beginning is None else data.position_of(beginning)
     if newest is not None:
         where = str(newest.path / STATE)
         position = replace(position, quarantined=position_from_json(newest.state["position"], where).quarantined)
-    state = {} if beginning is None else beginning.state
-    return TrainState(
-        position, batches=state.get("batches", 0), total_target_tokens=state.get("total_target_tokens", 0)
-    )
+    return position
 
 
 def _refuse_step_outside(data: RunData, step: int, newest: Checkpoint | None) -> None:
