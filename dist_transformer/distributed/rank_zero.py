@@ -37,7 +37,7 @@ def run_on_rank_zero(
     worker = _Worker(work) if ranks.is_rank_zero else None
     if worker is not None:
         worker.start()
-    before: list[float | None] = []
+    before: float | None = None
     patient_until = time.monotonic() + may_wait_seconds
     while True:
         if worker is not None:
@@ -45,9 +45,9 @@ def run_on_rank_zero(
         standing: float | None = ranks.broadcast_object(worker.used_seconds() if worker is not None else None)
         if standing is None:
             break
-        if [standing] != before or time.monotonic() < patient_until:
+        if standing != before or time.monotonic() < patient_until:
             progress()
-        before = [standing]
+        before = standing
         if wants_stop is not None and any(ranks.all_gather_object(wants_stop())):
             raise Stopped
     result: Result | UserError = ranks.broadcast_object(worker.result() if worker is not None else None)
@@ -60,17 +60,14 @@ class _Worker(threading.Thread, Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         super().__init__(name="work for all ranks", daemon=True)
         self._work = work
-        self._result: Result | UserError | None = None
-        self._error: BaseException | None = None
+        self._result: Result | BaseException | None = None
         self._threads_before = {thread.id for thread in psutil.Process().threads()}
 
     def run(self) -> None:
         try:
             self._result = self._work()
-        except UserError as error:
-            self._result = error
         except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can report it)
-            self._error = error
+            self._result = error
 
     def used_seconds(self) -> float | None:
         """Processor time of this thread and of the threads that it started; None when it has ended."""
@@ -80,6 +77,6 @@ class _Worker(threading.Thread, Generic[Result]):
         return float(sum(thread.user_time + thread.system_time for thread in own))
 
     def result(self) -> "Result | UserError":
-        if self._error is not None:
-            raise self._error
+        if isinstance(self._result, BaseException) and not isinstance(self._result, UserError):
+            raise self._result
         return cast("Result | UserError", self._result)

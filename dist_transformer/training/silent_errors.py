@@ -161,19 +161,17 @@ class SilentErrors:
 
     def _record(self, step: int, faults: dict[int, str]) -> list[str]:
         """Records faults by rank; returns the nodes that are excluded from now on (collective)."""
-        excluded = self._write(step, faults) if self._ranks.is_rank_zero else None
-        return list(self._ranks.broadcast_object(excluded))
+        return list(self._ranks.broadcast_object(self._write(step, faults) if self._ranks.is_rank_zero else None))
 
     def _write(self, step: int, faults: dict[int, str]) -> list[str]:
-        run_dir, nodes = self._run.run_dir, {self._nodes[rank] for rank in faults}
+        run_dir = self._run.run_dir
+        by_node = {self._nodes[rank]: f"step {step}: {what}" for rank, what in faults.items()}
         before = Counter(record.get("node") for record in read_records(run_dir.history) if record["event"] == "fault")
         for rank, what in faults.items():
             log.error("fault      step %d, rank %d on %s: %s", step, rank, self._nodes[rank], what)
             add_to_history(run_dir, "fault", step, {"rank": rank, "node": self._nodes[rank], "reason": what})
-        is_certain = len(nodes) == 1 or len(faults) < self._ranks.num_ranks
-        again = {
-            self._nodes[rank]: f"step {step}: {what}" for rank, what in faults.items() if before[self._nodes[rank]]
-        }
+        is_certain = len(by_node) == 1 or len(faults) < self._ranks.num_ranks
+        again = {node: reason for node, reason in by_node.items() if before[node]}
         if not (again and is_certain and run_dir.slurm.is_dir()):
             return []
         try:  # rather wait for another node than train on this one: spare nodes are not counted

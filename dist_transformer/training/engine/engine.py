@@ -89,9 +89,8 @@ class Engine:
         is_ours = is_exchanged and sends_during_backward(training)
         cut = partial(gradient_exchange.in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
         matrices = matrices_of(module.model) if optimizer.matrices == "muon" else {}
-        updates = adam(
-            optimizer, gradient_exchange.in_order_of_backward(module.model), cut, not training.same_bits, matrices
-        )
+        parameters = gradient_exchange.in_order_of_backward(module.model)
+        updates = adam(optimizer, parameters, cut, not training.same_bits, matrices)
         deepspeed_patches.step_as_not_compiled(updates)
         with deepspeed_patches.not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
@@ -104,7 +103,7 @@ class Engine:
             module.compile_layers()
         for piece in self._pieces() if exact else []:
             piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
-        make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
+        make_state(self._adam(), self._masters(), self._ema_decay is not None)
         self._exchange: GradientExchange | None = None
         self._gather: WeightGather | None = None
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
@@ -212,7 +211,7 @@ class Engine:
             return False
         self._updates += 1
         if self._ema_decay is not None:
-            update_average(_inner_optimizer(self._engine), self._masters(), self._ema_decay, self._updates)
+            update_average(self._adam(), self._masters(), self._ema_decay, self._updates)
         return True
 
     def _weights_arrived(self, number: int) -> None:
@@ -253,18 +252,15 @@ class Engine:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns every parameter's full shape, tied ones once (not collective)."""
-        return {
-            name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()
-        }  # stage 3 cuts them
+        # Stage 3 cuts them.
+        return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
 
     def fragments(self) -> list[Fragment]:
         """Returns this rank's part of the complete state, without any communication (not collective).
 
         Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
         """
-        return sharded_state.fragments(
-            self._pieces(), _inner_optimizer(self._engine), self._ranks.rank, self._ranks.num_ranks
-        )
+        return sharded_state.fragments(self._pieces(), self._adam(), self._ranks.rank, self._ranks.num_ranks)
 
     def bit_sums(self) -> dict[str, int]:
         """Returns the sums of the complete state's bits by part; none with frozen weights, which a load may round."""
@@ -306,7 +302,7 @@ class Engine:
             step: number of updates so far.
         """
         self.wait_for_weights()
-        optimizer = _inner_optimizer(self._engine)
+        optimizer = self._adam()
         for piece in self._pieces():
             parts = piece.parts(optimizer)
             for part, values in parts.items():  # the weight comes first
@@ -331,7 +327,7 @@ class Engine:
         It empties the tensors, as stage 3 keeps references to the whole engine in globals of DeepSpeed.
         """
         self.wait_for_weights()
-        state = [tensor for held in _inner_optimizer(self._engine).state.values() for tensor in held.values()]
+        state = [tensor for held in self._adam().state.values() for tensor in held.values()]
         parameters = list(self._parameters.values())
         shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
         held = [*self._masters(), *state, *parameters, *shards]
@@ -356,7 +352,7 @@ class Engine:
         return [*self._masters(), *self._moments()]
 
     def _moments(self) -> list[Tensor]:
-        states = _inner_optimizer(self._engine).state.values()
+        states = self._adam().state.values()
         return [values for state in states for part, values in state.items() if part in PARTS]
 
     def _flat_weights(self) -> list[Tensor]:
@@ -368,6 +364,6 @@ class Engine:
     def _pieces(self) -> list[Shard]:
         return sharded_state.pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
 
-
-def _inner_optimizer(engine: Any) -> Any:
-    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+    def _adam(self) -> Any:
+        optimizer = self._engine.optimizer  # of DeepSpeed, perhaps around ours
+        return getattr(optimizer, "optimizer", optimizer)

@@ -259,9 +259,7 @@ def exchange_in_shards(
         scaled_norm = ranks.total_on_device(squares).sum().sqrt()
         fetched, scale = Fetched(scaled_norm), optimizer.loss_scale
         if clip_norm or scale != 1.0:
-            clip = (
-                (clip_norm / (scaled_norm / scale + 1e-6)).clamp(max=1.0) if clip_norm else torch.ones_like(scaled_norm)
-            )
+            clip = (clip_norm / (scaled_norm / scale + 1e-6)).clamp(max=1.0) if clip_norm else scaled_norm.new_ones(())
             torch._foreach_mul_(means, (clip / scale).float())
         for master, mean in zip(masters, means, strict=True):
             master.grad = mean

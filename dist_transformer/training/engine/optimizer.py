@@ -59,16 +59,12 @@ def adam(
     kind_of = {p: (rates[p], p.dtype, p in matrices) for p in parameters}
     alike = [[p for p in parameters if kind_of[p] == kind] for kind in dict.fromkeys(kind_of.values())]
     groups = sorted((group for some in alike for group in cut(some)), key=lambda group: place[group[-1]])
-    rows: list[dict[str, Any]] = [
-        {"rows": [matrices[p] for p in group]} if group[0] in matrices else {} for group in groups
-    ]
-    return (AdamWithMuon if matrices else torch.optim.AdamW)(
-        [{"params": group, "weight_decay": rates[group[0]], **held} for group, held in zip(groups, rows, strict=True)],
-        lr=0.0,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=fused,
-    )
+    held: list[dict[str, Any]] = [{"params": group, "weight_decay": rates[group[0]]} for group in groups]
+    for group, given in zip(groups, held, strict=True):
+        if group[0] in matrices:
+            given["rows"] = [matrices[p] for p in group]
+    kind, betas = AdamWithMuon if matrices else torch.optim.AdamW, (settings.beta1, settings.beta2)
+    return kind(held, lr=0.0, betas=betas, eps=settings.epsilon, fused=fused)
 
 
 def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with_average: bool) -> None:

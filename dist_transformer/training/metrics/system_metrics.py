@@ -92,8 +92,8 @@ class NodeSampler:
                 values |= measure()
             except Exception as error:  # noqa: BLE001 - NVML and containers have errors of their own
                 del self._measures[name]
-                cause = f"{type(error).__name__}: {error}"
-                log.warning("%s of %s: not measured any more: %s", name, self._name, cause)
+                kind = type(error).__name__
+                log.warning("%s of %s: not measured any more: %s: %s", name, self._name, kind, error)
         return values
 
 

@@ -55,7 +55,7 @@ class ValidationSchedule:
         """Returns the part of a checkpoint's state that belongs to validation."""
         return {
             "early_stopping": self.early_stopping.state(),
-            "validation": self._found_at(step),
+            "validation": self._found[1] if self._found and self._found[0] == step else None,
             "validation_due": self.is_due and self._must_validate(step),
         }
 
@@ -90,9 +90,6 @@ class ValidationSchedule:
     def _must_validate(self, step: int) -> bool:
         """True if there are corpora, and no validation of this step or a later one was made or failed."""
         return bool(self._validator.sets) and step > self._recorded_step
-
-    def _found_at(self, step: int) -> dict[str, float] | None:
-        return self._found[1] if self._found and self._found[0] == step else None
 
     def _record(self, step: int, found: Validated) -> None:
         self._recorded_step = step
