@@ -32,9 +32,7 @@ _USER = re.compile(
     r"|[^/\s\"'@:]*:(?!\d+/)[^\s\"'@]*@)"  # databases take a "/" in a password; digits and "/" are a port
 )
 _USER_WITHOUT_PASSWORD = re.compile(r"(?<=://)[^/@:\s]+:?@")
-_PRESIGNED = re.compile(
-    r"X-Amz-Signature|X-Amz-Credential|X-Amz-Security-Token|X-Goog-Signature|sig|pwd", re.IGNORECASE
-)
+_PRESIGNED = re.compile(r"X-Amz-(Signature|Credential|Security-Token)|X-Goog-Signature|sig|pwd", re.IGNORECASE)
 """Query parameters that make an address of S3, Google or Azure a key to the file it names."""
 _QUERY = re.compile(r"([?&]([\w.-]+)=)[^&\s\"'#]*")
 _GIVEN = re.compile(

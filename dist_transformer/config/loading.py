@@ -77,10 +77,8 @@ def _with_absolute_plugins(value: Any) -> Any:
         return {key: _with_absolute_plugins(each) for key, each in value.items()}
     if not isinstance(value, BaseModel):
         return value
-    values = {key: _with_absolute_plugins(each) for key, each in value}
-    return value.model_copy(
-        update=values | ({"plugin": with_absolute_path(values["plugin"])} if "plugin" in values else {})
-    )
+    values = {key: with_absolute_path(each) if key == "plugin" else _with_absolute_plugins(each) for key, each in value}
+    return value.model_copy(update=values)
 
 
 def read_extended(path: Path, trail: tuple[Path, ...] = ()) -> Marked:
@@ -96,8 +94,7 @@ def read_extended(path: Path, trail: tuple[Path, ...] = ()) -> Marked:
         raise ConfigError(
             [f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"]
         )
-    below = read_extended(path.parent / os.path.expanduser(extended), (*trail, real))
-    return merge(below, marked)
+    return merge(read_extended(path.parent / os.path.expanduser(extended), (*trail, real)), marked)
 
 
 def with_overrides(marked: Marked, overrides: list[str]) -> Marked:

@@ -95,8 +95,7 @@ def _read_number(loader: Loader, node: yaml.ScalarNode) -> int | float:
 def _read_truth(loader: Loader, node: yaml.ScalarNode) -> bool:
     text = str(loader.construct_scalar(node))
     if text.lower() not in ("true", "false"):
-        problem = f"expected true or false, got {text!r}"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, f"expected true or false, got {text!r}", node.start_mark)
     return text.lower() == "true"
 
 

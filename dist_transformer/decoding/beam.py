@@ -78,11 +78,8 @@ class _Finished:
 
     def merge(self, newer: "_Finished") -> None:
         """Keeps the best K of both."""
-        num_kept = self.score_NK.shape[1]
-        score_NC = torch.cat([self.score_NK, newer.score_NK], 1)
-        self.score_NK, chosen_NK = score_NC.topk(num_kept, dim=1)
-        both_NC = torch.cat([self.log_probability_NK, newer.log_probability_NK], 1)
-        self.log_probability_NK = both_NC.gather(1, chosen_NK)
+        self.score_NK, chosen_NK = torch.cat([self.score_NK, newer.score_NK], 1).topk(self.score_NK.shape[1], dim=1)
+        self.log_probability_NK = torch.cat([self.log_probability_NK, newer.log_probability_NK], 1).gather(1, chosen_NK)
         self.token_NKT = _gather_rows(torch.cat([self.token_NKT, newer.token_NKT], 1), chosen_NK)
 
     def select(self, sentences: Tensor) -> None:

@@ -131,13 +131,10 @@ class CTranslate2Searcher:
         if prefix or not ended or is_cut or self.config.no_repeat_ngram_size:
             results = self._translator.score_batch([source] * len(texts), texts, max_input_length=0)
             scores = [sum(result.log_probs) for result in results]
-        alpha = self.config.length_penalty
-        return [
-            Hypothesis(
-                [self._target_id[token] for token in tokens], score / length_penalty(len(tokens) + 1, alpha), score
-            )
-            for tokens, score in zip(texts, scores, strict=True)
-        ]
+        penalties = [length_penalty(len(tokens) + 1, self.config.length_penalty) for tokens in texts]
+        ids = [[self._target_id[token] for token in tokens] for tokens in texts]
+        found = zip(ids, scores, penalties, strict=True)
+        return [Hypothesis(tokens, score / penalty, score) for tokens, score, penalty in found]
 
 
 def _num_threads() -> int:

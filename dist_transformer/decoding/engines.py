@@ -52,5 +52,4 @@ def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfi
     (folder,) = folders
     files = tokenizer_files(folder)
     tokenizer = Tokenizer.load(files.source, files.target)
-    searcher = CTranslate2Searcher(folder, tokenizer.special, settings, device_of_rank())
-    return Search(searcher, tokenizer, [])
+    return Search(CTranslate2Searcher(folder, tokenizer.special, settings, device_of_rank()), tokenizer, [])

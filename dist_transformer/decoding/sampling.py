@@ -117,8 +117,7 @@ class Sampling:
                 self.results[position] = sorted(found, key=lambda hypothesis: -hypothesis.score)
         kept = [sentence for sentence, done in enumerate(is_done) if not done]
         self.input_position = [self.input_position[sentence] for sentence in kept]
-        left = [row for sentence in kept for row in range(sentence * num_samples, (sentence + 1) * num_samples)]
-        kept_B = torch.tensor(left, dtype=torch.long, device=self.token_BT.device)
+        kept_B = (~done_N).repeat_interleave(num_samples).nonzero().squeeze(1)
         self.ensemble.select(kept_B)
         self.constraints.select(kept)
         self.token_BT, self.newest_B = self.token_BT[kept_B], self.newest_B[kept_B]

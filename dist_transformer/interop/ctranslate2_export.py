@@ -209,8 +209,7 @@ def _set_vocabulary(spec: Any, loaded: LoadedModel) -> None:
 
 def _tokens(pieces: list[str], rows: int, pad_id: int) -> list[str]:
     """Name of each row of the model; rows after the last piece have no text."""
-    beyond = ["<pad>" if number == pad_id else f"<unused_{number}>" for number in range(len(pieces), rows)]
-    return pieces + beyond
+    return pieces + ["<pad>" if number == pad_id else f"<unused_{number}>" for number in range(len(pieces), rows)]
 
 
 def _array(tensor: Tensor) -> Any:

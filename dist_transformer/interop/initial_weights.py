@@ -128,9 +128,7 @@ def fit_text(fit: Fit) -> str:
         entries = list(of_kind)
         lines.append(f"  {len(entries)} {why}:")
         for part, of_part in groupby(entries, key=lambda entry: _part(entry[0])):
-            names = [
-                f"{name.removeprefix(part + '.')}{f' ({details})' if details else ''}" for name, _, details in of_part
-            ]
+            names = [f"{name.removeprefix(part + '.')}{details and f' ({details})'}" for name, _, details in of_part]
             lines.append(f"    {part}: {', '.join(names)}")
     return "\n".join(lines) or "  everything fits"
 
@@ -145,9 +143,7 @@ def _part(name: str) -> str:
 def _foreign_matrices(model: Transformer, there: Origin, here: Origin) -> set[str]:
     """Names of the matrices whose rows are pieces of another tokenizer."""
     # A checkpoint keeps the first digits only.
-    differs = [
-        not a.startswith(b) and not b.startswith(a) for a, b in zip(there.tokenizers, here.tokenizers, strict=True)
-    ]
+    differs = [not (a.startswith(b) or b.startswith(a)) for a, b in zip(there.tokenizers, here.tokenizers, strict=True)]
     of_source, of_target = {"source_embedding.weight"}, {"target_embedding.weight", "output.weight", "output_bias"}
     if model.target_embedding is model.source_embedding:
         of_target |= of_source

@@ -64,9 +64,7 @@ def renumber(
     added = [_not_in(numbered, [proto]) for proto, numbered in zip(protos, pieces, strict=True)]
     if is_shared:
         added = [_not_in(pieces[0], protos)] * 2
-    return [
-        _imported(proto, numbered, more, special) for proto, numbered, more in zip(protos, pieces, added, strict=True)
-    ]
+    return [_imported(*side, special) for side in zip(protos, pieces, added, strict=True)]
 
 
 def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, languages: tuple[str, str]) -> list[int]:

@@ -140,19 +140,15 @@ def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
 
 def _of_corpora(curves: Curves, key: str) -> dict[str, Curve | None]:
     """A measure of each validation corpus: `bleu`, `newstest2013/bleu`."""
-    further = [name for name in curves.names("validation") if name.endswith(f"/{key}")]
-    return {"validation": _drawn(curves, "validation", key)} | {
-        name.rpartition("/")[0]: _drawn(curves, "validation", name) for name in further
-    }
+    names = [key, *(name for name in curves.names("validation") if name.endswith(f"/{key}"))]
+    return {name.rpartition("/")[0] or "validation": _drawn(curves, "validation", name) for name in names}
 
 
 def _training_panels(curves: Curves) -> list[Panel]:
     drawn = partial(_drawn, curves, "train")
     shares = {name: drawn(key) for name, key in SHARES.items()}
     scale, skipped = drawn("loss_scale"), drawn("skipped_updates")
-    pairs = {
-        name.removeprefix("pairs/"): curves.of("train", name) for name in curves.names("train") if "pairs/" in name
-    }
+    pairs = {key.removeprefix("pairs/"): curves.of("train", key) for key in curves.names("train") if "pairs/" in key}
     return [
         *_panel("learning-rate", "Learning rate", "", {"training": drawn("learning_rate")}),
         *_panel("speed", "Speed", "target tokens/s", {"training": drawn("tokens_per_second")}),

@@ -65,14 +65,10 @@ def drawn_sentences(story: RunStory) -> dict[str, list[tuple[int, dict[str, Any]
     by_corpus: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in story.samples:
         by_corpus[str(record.get("corpus", "validation"))].append(record)
-    drawn = {
-        corpus: [
-            (record.get("step", 0), each)
-            for record in reversed(records[-NEWEST_DRAWN:])
-            for each in _sentences(record, are_fixed=False)
-        ]
-        for corpus, records in by_corpus.items()
-    }
+    drawn: dict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for corpus, records in by_corpus.items():
+        for record in reversed(records[-NEWEST_DRAWN:]):
+            drawn[corpus] += [(record.get("step", 0), each) for each in _sentences(record, are_fixed=False)]
     return {corpus: sentences for corpus, sentences in drawn.items() if sentences}
 
 

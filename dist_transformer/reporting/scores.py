@@ -40,9 +40,7 @@ def _prefixes(story: RunStory) -> list[str]:
 
 def _of_corpus(story: RunStory, prefix: str) -> Validations:
     curves = {key: curve for key in MEASURES if (curve := story.curves.of("validation", prefix + key)) is not None}
-    by_step = {
-        key: dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for key, curve in curves.items()
-    }
+    by_step = {key: dict(zip(each.steps.tolist(), each.values.tolist(), strict=True)) for key, each in curves.items()}
     steps = sorted({step for values in by_step.values() for step in values})
     rows = [[number(step), *(measure_text(key, by_step[key].get(step)) for key in curves)] for step in steps]
     best, corpus = story.best, prefix.rstrip("/")

@@ -54,8 +54,8 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
                 "over; give another path, or move it away"
             )
         if found is None or not is_stream(path):
-            _refuse_among_checkpoints(path)
             real = Path(os.path.realpath(path))
+            _refuse_among_checkpoints(path, real)
             folder = next(folder for folder in (real, *real.parents) if folder.is_dir())
             try:
                 tempfile.TemporaryFile(dir=folder).close()  # as root, and on some disks, only this shows it
@@ -170,12 +170,10 @@ def _what_is_there(path: Path, found: os.stat_result) -> str:
     return f"a folder with {', '.join(names[:NAMES_SHOWN])}{', ...' if len(names) > NAMES_SHOWN else ''}"
 
 
-def _refuse_among_checkpoints(path: Path) -> None:
-    real = Path(os.path.realpath(path))
-    for folder in (real, *real.parents):
-        run_dir = RunDir(folder.parent)
-        if folder == run_dir.checkpoints and run_dir.config.is_file():
-            raise UserError(f"{path}: lies among the checkpoints of a run, kept for resumes; give another path")
+def _refuse_among_checkpoints(path: Path, real: Path) -> None:
+    above = [(folder, RunDir(folder.parent)) for folder in (real, *real.parents)]
+    if any(folder == run_dir.checkpoints and run_dir.config.is_file() for folder, run_dir in above):
+        raise UserError(f"{path}: lies among the checkpoints of a run, which are kept for resumes; give another path")
 
 
 def _are_near(other: Path, path: Path) -> bool:
