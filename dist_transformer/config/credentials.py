@@ -139,9 +139,6 @@ def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
     """Yields every text in a section, also in mappings and lists, with its key path."""
     if isinstance(value, str):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    elif isinstance(value, Mapping | list | tuple):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _texts((*path, key), part)
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from _texts((*path, number), part)

@@ -83,12 +83,11 @@ def load_exported(folder: Path) -> ExportedModel:
     try:
         content = read_json(path)
         max_positions = content.pop("max_positions")
-        information = ModelInformation(**content)
+        return ExportedModel(ModelInformation(**content), max_positions)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: missing or damaged ({error}), expected what `dist-transformer export --to ctranslate2` writes"
         ) from error
-    return ExportedModel(information, max_positions)
 
 
 def read_vocabularies(folder: Path) -> list[list[str]]:

@@ -51,10 +51,8 @@ def longest_output(sentence: SearchInput, max_positions: int | None, config: Dec
 class Searcher(Protocol):
     """Finds translations of a batch of sentences; order and composition of the batch do not change a result."""
 
-    @property
-    def max_positions(self) -> int | None:
-        """Longest source and translation in tokens; None: no limit."""
-        ...
+    max_positions: int | None
+    """Longest source and translation in tokens; None: no limit."""
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         """Returns for each sentence at least one translation and at most `decoding.n_best`, best first."""

@@ -71,13 +71,12 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
     passes = -(-micro_batches // model_size.lanes_of_pass(lanes, config.training, num_ranks))
     flops = micro_batches * micro_batch_flops(config, budget / 2, budget / 2)
     compute_seconds = flops / (hardware.achieved_tflops(config.training.precision) * 1e12)
+    pass_seconds = compute_seconds / passes
     owned = count_parameters(config) / (num_ranks if config.training.zero_stage else 1)
     return StepTime(
         micro_batches=micro_batches,
         compute_seconds=compute_seconds,
-        communication_seconds=exposed_seconds(
-            config, num_ranks, ranks_per_node, passes, compute_seconds / passes, hardware
-        ),
+        communication_seconds=exposed_seconds(config, num_ranks, ranks_per_node, passes, pass_seconds, hardware),
         update_seconds=owned * UPDATE_BYTES / (hardware.memory_gb_per_second.value * 1e9),
         idle_share=1 - lanes / (num_ranks * micro_batches),
         target_tokens=lanes * budget / 2 * FILLED_SHARE,

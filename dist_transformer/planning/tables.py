@@ -118,8 +118,7 @@ def print_sources(hardware: Hardware) -> None:
     by_source: dict[str, list[str]] = {}
     for name, constant in vars(hardware).items():
         by_source.setdefault(constant.source, []).append(f"{name} {constant.value:g}")
-    assumed = [f"{name} {value:g}" for name, value in ASSUMPTIONS.items()]
-    by_source["assumed"] = [*by_source.get("assumed", []), *assumed]
+    by_source.setdefault("assumed", []).extend(f"{name} {value:g}" for name, value in ASSUMPTIONS.items())
     for source, figures in by_source.items():
         print(f"{source}: {', '.join(figures)}")
     print(CHECKED)

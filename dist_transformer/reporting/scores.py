@@ -46,7 +46,7 @@ def _of_corpus(story: RunStory, prefix: str) -> Validations:
     best, corpus = story.best, prefix.rstrip("/")
     if best is not None and corpus_and_measure(best.measure)[0] != (corpus or None):
         best = None
-    said = [*([f"Best by {measure_name(corpus_and_measure(best.measure)[1])}: step {best.step:,}."] if best else [])]
+    said = [f"Best by {measure_name(corpus_and_measure(best.measure)[1])}: step {best.step:,}."] if best else []
     row = steps.index(best.step) if best is not None and best.step in steps else None
     head = ["step", *map(measure_name, curves)]
     return Validations(corpus, [*said, *_measured_on(story, corpus, list(curves))], head, rows, row)

@@ -39,8 +39,5 @@ def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare
 def reasons_of_preflight(report: Path) -> dict[str, str]:
     """Returns the nodes that a preflight wants excluded, each with its faults."""
     found: dict[str, Any] = read_json(report)
-    reasons: dict[str, list[str]] = {node: [] for node in found["exclude"]}
-    for outlier in found["outliers"]:
-        if outlier["node"] in reasons:
-            reasons[outlier["node"]].append(outlier["text"])
-    return {node: "preflight: " + ("; ".join(texts) or "no answer") for node, texts in reasons.items()}
+    faults = {node: [each["text"] for each in found["outliers"] if each["node"] == node] for node in found["exclude"]}
+    return {node: "preflight: " + ("; ".join(texts) or "no answer") for node, texts in faults.items()}

@@ -35,11 +35,10 @@ def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
 
 def print_rows(seen: SeenBatch, manifest: Manifest, tokenizer: Tokenizer, lane: int | None, count: int) -> None:
     """Prints the first `count` rows of a lane; None: of the first lane with rows."""
-    chosen = [batch for batch in seen.micro_batches if lane in (None, batch.lane)]
-    if not chosen:
+    batch = next((batch for batch in seen.micro_batches if lane in (None, batch.lane)), None)
+    if batch is None:
         print(f"\nlane {lane} has no row at this step")
         return
-    batch = chosen[0]
     for row in range(min(count, batch.shape.pairs)):
         source = _ids(batch.source_BS[row].tolist(), tokenizer.source_end)
         target = _ids(batch.target_out_BT[row].tolist(), tokenizer.eos_id)
