@@ -24,10 +24,8 @@ def is_pattern(location: str) -> bool:
 
 
 def local_files(root: str, name: str) -> list[str]:
-    """Returns the local files that match a name or pattern, in the order of their names; none: there is no such file.
-
-    A name of an existing file is no pattern, whatever its characters.
-    """
+    """Returns the local files that match a name or pattern, in the order of their names; none: there is no such file. A
+    name of an existing file is no pattern, whatever its characters."""
     path, root = located(root, name), _local_path(root)
     if os.path.isfile(path):
         return [path]

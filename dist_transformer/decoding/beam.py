@@ -50,9 +50,7 @@ def length_penalty(num_tokens: int, alpha: float) -> float:
 
 def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` greatest values of each row and their indices, like `topk`, which is several times slower on CPUs.
-
-    The greatest values of a row lie in the groups with the greatest maxima.
-    """
+    The greatest values of a row lie in the groups with the greatest maxima."""
     vocabulary = value_BV.shape[1]
     num_groups = vocabulary // GROUP
     if value_BV.is_cuda or len(value_BV) < FEW_ROWS or num_groups <= count:
@@ -139,10 +137,8 @@ class _Search:
         self.newest_B = self.live_token_NKT[..., -1].flatten()
 
     def _candidates(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Parent's place in the beam, token and log-probability of the likeliest extensions, (N, C) each.
-
-        Of 2 K extensions at most K end, so K can stay live. In greedy search the one likeliest extension decides.
-        """
+        """Parent's place in the beam, token and log-probability of the likeliest extensions, (N, C) each. Of 2 K
+        extensions at most K end, so K can stay live. In greedy search the one likeliest extension decides."""
         beam_size = self.config.beam_size
         log_probability_BV = self.ensemble.step(self.newest_B)
         self.constraints.apply(log_probability_BV, self.live_token_NKT.flatten(0, 1))

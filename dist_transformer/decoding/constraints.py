@@ -33,9 +33,7 @@ class Constraints:
 
     def apply(self, value_BV: Tensor, token_BT: Tensor) -> None:
         """Sets forbidden tokens to -inf in place: bos, padding, ids without a piece, and those that break a constraint.
-
-        The end of the sentence is forbidden only by a prefix, so at least one token is always left.
-        """
+        The end of the sentence is forbidden only by a prefix, so at least one token is always left."""
         rows, tokens = self._forced(token_BT.shape[1])
         forced = torch.tensor([rows, tokens], device=value_BV.device).unbind() if rows else None
         kept_values = value_BV[forced] if forced else value_BV

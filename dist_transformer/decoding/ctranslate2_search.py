@@ -60,10 +60,8 @@ class CTranslate2Searcher:
         self._never = [[self._target_tokens[number]] for number in sorted(never)]
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """Translations of each sentence, at least one and at most `config.n_best`, best first.
-
-        Raises UserError: a prefix leaves no position for the end of the translation.
-        """
+        """Translations of each sentence, at least one and at most `config.n_best`, best first. Raises UserError: a
+        prefix leaves no position for the end of the translation."""
         longest = [longest_output(sentence, self.max_positions, self.config) for sentence in batch]
         found = self._translate(batch, max(longest, default=1))
         for place, limit in enumerate(longest):

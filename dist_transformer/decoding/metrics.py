@@ -110,10 +110,8 @@ def tokenised_scores(
 
 
 def _multi_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]], tokens: str) -> tuple[float, str]:
-    """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match.
-
-    The signature is sacreBLEU's, with `tokens` as the name of its tokenizer.
-    """
+    """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match. The
+    signature is sacreBLEU's, with `tokens` as the name of its tokenizer."""
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
     score = bleu.corpus_score(list(hypotheses), references).score
     return score, str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")

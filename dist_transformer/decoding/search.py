@@ -41,10 +41,8 @@ class TorchSearcher:
 
     @torch.inference_mode()
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """Translations of each sentence, at least one and at most `config.n_best`, best first.
-
-        Raises UserError: a prefix leaves no position for the end of the translation; or the scores are NaN.
-        """
+        """Translations of each sentence, at least one and at most `config.n_best`, best first. Raises UserError: a
+        prefix leaves no position for the end of the translation; or the scores are NaN."""
         if not batch:
             return []
         constraints = Constraints(batch, self.config.rows_per_sentence, self.ids, self.max_positions, self.config)

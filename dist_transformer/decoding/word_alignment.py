@@ -23,10 +23,8 @@ Spans = list[tuple[int, int]]
 
 @torch.no_grad()
 def cross_attention(model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation) -> Tensor:
-    """Cross-attention weights (L, H, T, S) of the decoder at each piece that it predicts; fp32, on the CPU.
-
-    `line` is not blank.
-    """
+    """Cross-attention weights (L, H, T, S) of the decoder at each piece that it predicts; fp32, on the CPU. `line` is
+    not blank."""
     (source,) = tokenizer.encode_source([line.strip()])
     read = [tokenizer.bos_id, *translation.tokens]
     device = model.output_weight.device

@@ -284,10 +284,8 @@ def join(timeout_seconds: int) -> Ranks:
 
 
 def _let_segments_grow() -> None:
-    """Makes torch allocate GPU memory in expandable segments: batches of changing shapes otherwise fragment it.
-
-    torch reads the variable at its first allocation on a GPU; a value set by the user stays.
-    """
+    """Makes torch allocate GPU memory in expandable segments: batches of changing shapes otherwise fragment it. torch
+    reads the variable at its first allocation on a GPU; a value set by the user stays."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's before 2.9, deprecated since
     if not any(name in os.environ for name in names):
         os.environ[names[torch.__version__ < "2.9"]] = "expandable_segments:True"

@@ -23,10 +23,8 @@ NAMES += "ru:Russian sv:Swedish tr:Turkish uk:Ukrainian zh:Chinese"
 
 
 def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
-    """Writes a file for `argostranslate.package.install_from_path`; `quantization` as for `export_ctranslate2`.
-
-    Raises UserError: the model has a sentencepiece model for each language, or CTranslate2 cannot have it.
-    """
+    """Writes a file for `argostranslate.package.install_from_path`; `quantization` as for `export_ctranslate2`. Raises
+    UserError: the model has a sentencepiece model for each language, or CTranslate2 cannot have it."""
     if loaded.tokenizer_files.target is not None:
         raise UserError("--to argos: a package has one sentencepiece model, this one two: train tokenizer.shared: true")
     about = loaded.information

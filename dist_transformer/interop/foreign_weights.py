@@ -28,9 +28,7 @@ class Rows:
 
 def filled(matrix: Tensor, rows: Rows, filler: float) -> Tensor:
     """Returns `matrix`, then a copy of the unknown piece's row for each piece replaced by it, then rows of `filler`.
-
-    Raises CheckpointError: `matrix` has an unexpected number of rows.
-    """
+    Raises CheckpointError: `matrix` has an unexpected number of rows."""
     if len(matrix) != rows.imported:
         raise CheckpointError(
             f"the imported weights have a matrix of {len(matrix)} rows for a vocabulary of {rows.imported}: expected a row "
@@ -42,10 +40,8 @@ def filled(matrix: Tensor, rows: Rows, filler: float) -> Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of safetensors or `torch.save` by name, on the CPU.
-
-    Raises CheckpointError: the file is missing, damaged, or holds something other than tensors.
-    """
+    """The tensors of a file of safetensors or `torch.save` by name, on the CPU. Raises CheckpointError: the file is
+    missing, damaged, or holds something other than tensors."""
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder, expected a file of weights.")
     if path.suffix == ".safetensors":

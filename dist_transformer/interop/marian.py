@@ -87,9 +87,7 @@ def save_imported(
 
 def export_marian(loaded: LoadedModel, out: Path) -> None:
     """Writes a folder for `MarianMTModel.from_pretrained` and `MarianTokenizer.from_pretrained`, which the Hub takes.
-
-    Raises UserError: the model has something that MarianMTModel lacks.
-    """
+    Raises UserError: the model has something that MarianMTModel lacks."""
     config, information = loaded.config, loaded.information
     refuse_others(config, {"positions": ["sinusoidal"], "activation": sorted(set(ACTIVATIONS.values()))})
     with complete_folder(out, "a Marian folder") as folder:

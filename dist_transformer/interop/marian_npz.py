@@ -74,10 +74,8 @@ _PLACES = {
 
 
 def export_marian_npz(loaded: LoadedModel, out: Path) -> None:
-    """Writes a folder for Marian's decoder, scorer and Python package.
-
-    Raises UserError: the model has something that Marian lacks, or was not trained with what Marian computes.
-    """
+    """Writes a folder for Marian's decoder, scorer and Python package. Raises UserError: the model has something that
+    Marian lacks, or was not trained with what Marian computes."""
     config, information, model, files = loaded.config, loaded.information, loaded.model, loaded.tokenizer_files
     starts_at_zero = not model.target_embedding.weight[information.bos_id].any()
     expected = {"positions": ["marian"], "activation": list(ACTIVATIONS.values())}

@@ -68,10 +68,8 @@ def renumber(
 
 
 def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, languages: tuple[str, str]) -> list[int]:
-    """Writes the tokenizer's files into `folder` and returns the number of pieces of each side.
-
-    Raises UserError if one matrix is used for two different vocabularies, or a tag is a language code for MarianTokenizer.
-    """
+    """Writes the tokenizer's files into `folder` and returns the number of pieces of each side. Raises UserError if one
+    matrix is used for two different vocabularies, or a tag is a language code for MarianTokenizer."""
     tokenizer = Tokenizer.load(files.source, files.target)
     paths = [files.source, files.target or files.source]
     protos = [read_pieces_file(path) for path in paths]
@@ -101,9 +99,7 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
 
 def read_tokenizer_names(folder: Path) -> dict[str, str]:
     """Returns unk_token, source_lang and target_lang of tokenizer_config.json, which is optional, else their defaults.
-
-    Raises DataError if one is no text.
-    """
+    Raises DataError if one is no text."""
     path = folder / TOKENIZER_CONFIG
     content = read_object(path) if path.exists() else {}
     unknown = content.get("unk_token") or "<unk>"

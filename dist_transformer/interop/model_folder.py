@@ -68,10 +68,8 @@ class ModelInformation:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, with its tokenizer files, configuration and information.
-
-    `card`: text of its model card; empty where there is none, as in older folders.
-    """
+    """A model in eval mode on the CPU, with its tokenizer files, configuration and information. `card`: text of its
+    model card; empty where there is none, as in older folders."""
 
     model: Transformer
     tokenizer_files: TokenizerFiles

@@ -22,9 +22,7 @@ RMS_EPSILON = 1e-6
 
 class Dropout(nn.Module):
     """Dropout (Srivastava et al., 2014): in training, zeroes with a probability and scales the rest to keep the mean.
-
-    On GPUs it is torch's, on CPUs `cpu_kernels.dropout`.
-    """
+    On GPUs it is torch's, on CPUs `cpu_kernels.dropout`."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -67,10 +67,8 @@ def label_smoothed_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass; the backward pass multiplies them by the incoming scalar.
-
-    They are stored in fp32 until then: as they lack the loss scale, they would underflow in fp16.
-    """
+    """Computes the gradients in the forward pass; the backward pass multiplies them by the incoming scalar. They are
+    stored in fp32 until then: as they lack the loss scale, they would underflow in fp16."""
 
     @staticmethod
     def forward(
@@ -87,10 +85,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradient_of: Callable[..., tuple[Tensor, Tensor, Tensor]],
         needs_gradient: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes both sums, and counts the targets that are the likeliest if asked to.
-
-        `needs_gradient`: True for each of hidden states, weight and bias that needs one.
-        """
+        """Computes both sums, and counts the targets that are the likeliest if asked to. `needs_gradient`: True for
+        each of hidden states, weight and bias that needs one."""
         wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         real_R = _real(target_N, pad_id, num_real)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]

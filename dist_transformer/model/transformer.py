@@ -40,12 +40,9 @@ Shapes = Sequence[tuple[int, int, int]]
 class AttentionMaps:
     """Attention weights, one tensor a layer; every row sums to 1."""
 
-    encoder: list[Tensor] = field(default_factory=list)
-    """(B, H, S, S) each."""
-    decoder: list[Tensor] = field(default_factory=list)
-    """(B, H, T, T) each."""
-    cross: list[Tensor] = field(default_factory=list)
-    """(B, H, T, S) each."""
+    encoder: list[Tensor] = field(default_factory=list)  # (B, H, S, S) each
+    decoder: list[Tensor] = field(default_factory=list)  # (B, H, T, T) each
+    cross: list[Tensor] = field(default_factory=list)  # (B, H, T, S) each
 
 
 @dataclass

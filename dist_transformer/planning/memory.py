@@ -184,9 +184,7 @@ def most_tokens(config: Config, num_ranks: int, memory_bytes: float) -> int:
 
 def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | None:
     """Message why a run of `num_ranks` ranks does not fit into GPUs of `memory_gb`, with a remedy; None if it fits.
-
-    With `data.max_tokens: auto` a run fits if the smallest micro-batch does.
-    """
+    With `data.max_tokens: auto` a run fits if the smallest micro-batch does."""
     config = model_size.with_effective_zero_stage(model_size.with_precision(config, "fp16"), num_ranks)
     usable = memory_gb * 1e9 * USABLE_SHARE
     if config.data.max_tokens == "auto":

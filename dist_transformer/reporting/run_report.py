@@ -31,10 +31,8 @@ def report_after_training(run_dir: RunDir) -> bool:
 
 
 def write_run_report(run_dir: RunDir, output: Path | None = None) -> Path:
-    """Writes the page about a run, by default report.html in its folder, and returns its path.
-
-    Raises UserError: the page cannot be written.
-    """
+    """Writes the page about a run, by default report.html in its folder, and returns its path. Raises UserError: the
+    page cannot be written."""
     from dist_transformer.reporting.page import run_page  # numpy and matplotlib
     from dist_transformer.reporting.run_history import read_story
 

@@ -15,10 +15,8 @@ EVALUATED = TRANSLATION_MEASURES
 
 @dataclass(frozen=True)
 class Validations:
-    """All validations of a corpus ("": data.validation) as a table.
-
-    `best`: row of the best one, if validation.metric is of this corpus.
-    """
+    """All validations of a corpus ("": data.validation) as a table. `best`: row of the best one, if validation.metric
+    is of this corpus."""
 
     corpus: str
     remarks: list[str]

@@ -47,10 +47,8 @@ class MetricsLog:
         self._end = self._file.tell()
 
     def append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one record and passes it to the operating system, so that a killed process does not lose it.
-
-        Records that the disk does not take are kept in memory, and written with a later one.
-        """
+        """Writes one record and passes it to the operating system, so that a killed process does not lose it. Records
+        that the disk does not take are kept in memory, and written with a later one."""
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
         line = encode(head | dict(values))

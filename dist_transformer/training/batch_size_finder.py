@@ -189,10 +189,8 @@ Measure = Callable[[int], tuple[int, float] | None]
 
 
 def grow(smallest: int, measure: Measure, limit_bytes: int, may_be_slow: bool) -> Growth:
-    """Doubles the budget from `smallest` on, as long as the next one is expected to be within both limits.
-
-    `measure` returns bytes and seconds of a budget, None when out of memory.
-    """
+    """Doubles the budget from `smallest` on, as long as the next one is expected to be within both limits. `measure`
+    returns bytes and seconds of a budget, None when out of memory."""
     growth, tokens = Growth(smallest), smallest
     while True:
         measured = measure(tokens)

@@ -84,10 +84,8 @@ def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Chec
 def compare_and_report(
     config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None, ranks: Ranks
 ) -> Changes:
-    """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective).
-
-    To be called before config.yaml is written.
-    """
+    """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective). To be called before
+    config.yaml is written."""
     compared = changes_of(config, prepared, run_dir, checkpoint) if ranks.is_rank_zero else None
     changes: Changes = ranks.broadcast_object(compared)
     if ranks.is_rank_zero and changes.by_key:

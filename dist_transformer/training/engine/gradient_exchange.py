@@ -85,8 +85,8 @@ class Bucket:
             parameter.grad = None
 
     def _combine(self, combine: Callable[..., None], flat: Tensor) -> None:
-        pairs = [(view, p.grad) for view, p in zip(self.views_of(flat), self.parameters, strict=True)]
-        held = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        pairs = zip(self.views_of(flat), self.parameters, strict=True)
+        held = [(view, p.grad) for view, p in pairs if p.grad is not None]
         if held:
             combine([view for view, _ in held], [gradient for _, gradient in held])
 
