@@ -119,9 +119,7 @@ class Translator:
     def __call__(self, line: str) -> str:
         """Returns the translation of one line; for more of them there is `translate`."""
         if not isinstance(line, str):
-            raise UserError(
-                f"a Translator takes one line of text, got {type(line).__name__}: call its translate(lines)"
-            )
+            raise UserError(f"a Translator takes a line of text, got {type(line).__name__}: call its translate(lines)")
         return next(self.translate([line]))
 
     def translate(self, lines: Iterable[str]) -> Iterator[str]:

@@ -43,9 +43,7 @@ def inspect_command(
 
     config, run_dir = read_run(run, overrides)
     if lane is not None and lane >= config.data.lanes:
-        raise UserError(
-            f"--lane {lane}: data.lanes is {config.data.lanes}, so the lanes are 0 to {config.data.lanes - 1}"
-        )
+        raise UserError(f"--lane {lane}: data.lanes is {config.data.lanes}, so lanes are 0 to {config.data.lanes - 1}")
     folder, manifest = prepare_with_progress(config)
     seen = batch_of_step(open_run_data(config, folder, manifest), run_dir if run.is_dir() else None, step)
     print_batch(seen, manifest)

@@ -35,9 +35,7 @@ def export_command(
     from dist_transformer.interop.model_folder import load_model_folder
 
     if quantization is not None and to in ("marian", "marian-npz"):
-        raise UserError(
-            f"--quantization {quantization}: is of --to ctranslate2 and argos; drop it, {to} models are fp32"
-        )
+        raise UserError(f"--quantization {quantization}: is of ctranslate2 and argos; drop it, {to} models are fp32")
     if shortlist and to != "ctranslate2":
         raise UserError(f"--shortlist {shortlist[0]}: is of --to ctranslate2; drop it, {to} reads none")
     check_output(out, "a new folder", is_file=to == "argos")

@@ -51,9 +51,7 @@ class ModelConfig(Section):
     )
     num_encoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the encoder.")
     num_decoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the decoder.")
-    dropout: Fraction = Field(
-        0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions."
-    )
+    dropout: Fraction = Field(0.1, description="5.4: on outputs of sub-layers and on sums of embeddings and positions.")
     norm: Literal["post", "pre", "deepnorm"] = Field(
         "post",
         description="Norm after the residual sum (3.1); before the sub-layer (Xiong et al., 2020); or after a sum whose "
@@ -164,9 +162,7 @@ class TrainingConfig(Section):
         description="Weight of a second loss: cross-attention of the last layer but one learns the alignment of tokens that is "
         "found in the training text; 0: none.",
     )
-    gradient_clip_norm: Number = Field(
-        0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."
-    )
+    gradient_clip_norm: Number = Field(0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper).")
     log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
         "none",
@@ -204,9 +200,7 @@ class TrainingConfig(Section):
         description="Save and stop (exit code 75) this long after the start of the process; a submitted job then requeues "
         "itself and trains on.",
     )
-    hang_seconds: PositiveInt = Field(
-        600, description="No progress for this long ends the rank with stacks in the log."
-    )
+    hang_seconds: PositiveInt = Field(600, description="No progress for so long ends the rank with stacks in the log.")
 
     @model_validator(mode="after")
     def _end_by_epochs_alone(self) -> Self:
@@ -279,9 +273,7 @@ class BeamConfig(Section):
     length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
     max_extra_tokens: Int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
-    max_source_tokens: PositiveInt = Field(
-        2048, description="Longest line in source tokens that is translated at once."
-    )
+    max_source_tokens: PositiveInt = Field(2048, description="Longest line, in source tokens, translated at once.")
 
 
 class DecodingConfig(BeamConfig):
@@ -294,9 +286,7 @@ class DecodingConfig(BeamConfig):
         "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
     )
     n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
-    sampling: Bool = Field(
-        False, description="Draw each token, n_best times for each line, in place of the beam search."
-    )
+    sampling: Bool = Field(False, description="Draw each token, n_best times for each line, in place of a beam search.")
     temperature: Number = Field(1.0, gt=0.0, description="Of sampling: logits are divided by it.")
     top_k: Int = Field(0, ge=0, description="Sampling draws from so many likeliest tokens; 0: from all.")
     top_p: Number = Field(

@@ -56,12 +56,8 @@ class SlurmConfig(Section):
     )
     cpus_per_rank: PositiveInt = Field(1, description="CPUs of each rank.")
     time_limit: Str = Field("24:00:00", pattern=r"^[0-9:-]+$", description="Time limit as sbatch --time takes it.")
-    signal_seconds: PositiveInt = Field(
-        180, description="Seconds before the limit at which the job is signalled to save."
-    )
-    max_restarts_without_progress: PositiveInt = Field(
-        3, description="Restarts without a new checkpoint before giving up."
-    )
+    signal_seconds: PositiveInt = Field(180, description="Seconds before the limit when the job is signalled to save.")
+    max_restarts_without_progress: PositiveInt = Field(3, description="Restarts without a checkpoint before giving up.")
     preflight: Literal["off", "report", "exclude"] = Field(
         "off",
         description="Check the nodes before each attempt: only say what is slow, or requeue the job away from bad nodes.",
@@ -70,9 +66,7 @@ class SlurmConfig(Section):
     container_runtime: Literal["pyxis", "apptainer"] = Field("pyxis", description="What runs the image.")
     container_mounts: tuple[Str, ...] = Field((), description="Folders seen inside: '/scratch', '/data:/corpora'.")
     setup: tuple[Str, ...] = Field((), description="Shell lines run on each job start: module load, activate.")
-    environment: dict[str, Str] = Field(
-        default_factory=dict, description="Environment variables of the job; no secrets."
-    )
+    environment: dict[str, Str] = Field(default_factory=dict, description="Environment variables of jobs; no secrets.")
     sbatch: Options = Field(
         default_factory=dict,
         description="What else sbatch is asked for, by its long options without dashes: partition, account, qos, constraint, "

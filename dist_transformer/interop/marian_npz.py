@@ -193,9 +193,7 @@ def _from_marian(
         unused = tensor.new_full((rows.imported - len(tensor), *tensor.shape[1:]), filler)
         weights[ours] = filled(torch.cat([tensor, unused]), rows, filler)
     if left:
-        raise CheckpointError(
-            f"the .npz holds {len(left)} tensors that have no place here: {', '.join(sorted(left)[:5])}"
-        )
+        raise CheckpointError(f"the .npz holds {len(left)} tensors without a place here: {', '.join(sorted(left)[:5])}")
     return weights
 
 

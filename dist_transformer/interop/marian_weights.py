@@ -105,9 +105,7 @@ def _refuse_other_positions(tensors: Mapping[str, Tensor], order_D: Tensor) -> N
     for name in (name for name in POSITIONS if name in tensors):
         found_TD = _reordered(tensors[name], (1,), order_D).float()
         if not torch.allclose(found_TD, sinusoids(*found_TD.shape), rtol=0, atol=2e-3):  # may have been rounded to fp16
-            raise CheckpointError(
-                f"the Marian weights hold {name} that are no sinusoids: expected those of the paper (3.5)"
-            )
+            raise CheckpointError(f"the Marian weights hold {name} that are no sinusoids, as in the paper (3.5)")
 
 
 def _order(d_model: int) -> Tensor:
@@ -147,6 +145,4 @@ def _take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     for name in names:
         if name in tensors:
             return tensors[name]
-    raise CheckpointError(
-        f"the Marian weights lack {names[0]}: expected those of a complete MarianMTModel; copy them again"
-    )
+    raise CheckpointError(f"the Marian weights lack {names[0]}: expected a complete MarianMTModel; copy them again")

@@ -107,9 +107,7 @@ def save_model_folder(
         try:
             save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise MachineError(
-                f"{temporary}: the weights cannot be written: {error}; make room and start again"
-            ) from error
+            raise MachineError(f"{temporary}: weights cannot be written: {error}; make room and start again") from error
         share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:

@@ -59,7 +59,7 @@ def test_a_rank_that_fails_and_a_folder_without_a_run_are_exceptions(
         dist_transformer.Run(tmp_path)
     translator = object.__new__(dist_transformer.Translator)  # these mistakes are found before its model is asked
     with pytest.raises(
-        dist_transformer.UserError, match=r"takes one line of text, got list: call its translate\(lines\)"
+        dist_transformer.UserError, match=r"takes a line of text, got list: call its translate\(lines\)"
     ):
         translator(["one", "two"])  # type: ignore[arg-type]
     with pytest.raises(dist_transformer.UserError, match="takes lines, got one text"):

@@ -144,7 +144,7 @@ def test_rows_are_shown_as_the_lines_of_the_corpus_and_as_their_pieces(trained, 
         (["--step", 13], "the run ends after step 12, by training.max_steps = 12. Give --step 12 or a smaller one"),
         ([], "the run ends after step 12, by training.max_steps = 12"),
         (["--step", 500, "training.max_steps=null", "training.max_epochs=1"], r"step \d\d, by training.max_epochs = 1\."),
-        (["--lane", 4], "--lane 4: data.lanes is 4, so the lanes are 0 to 3"),
+        (["--lane", 4], "--lane 4: data.lanes is 4, so lanes are 0 to 3"),
         (["data.window_rows=50", "--step", 12], "data.window_rows: 60 -> 50"),
     ],
 )  # fmt: skip

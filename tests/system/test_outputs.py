@@ -269,7 +269,7 @@ def test_folders_that_are_closed_are_told_before_anything_is_computed(
     before = everything_in(tmp_path)
     said = refused(bound_by_permissions, "evaluate", run)
     assert f"{run}/evaluation: cannot be written" in said
-    assert f"or score without keeping it: evaluate {run}/model" in said
+    assert f"or keep no scores: evaluate {run}/model" in said
     assert "BLEU" not in said
     assert f"{run}/model: cannot be written" in refused(bound_by_permissions, "average", run)
     for ranks in (1, 2):

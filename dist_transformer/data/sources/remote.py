@@ -48,9 +48,7 @@ def open_seekable(file: str) -> BinaryIO:
     # The readers of such files request exactly what they need: no read-ahead.
     remote: BinaryIO = _open_remote(file, cache_type="none")
     if not _answers_ranges(remote):
-        raise DataError(
-            f"{file}: this server sends whole files only, but this format is read in parts. Download the file."
-        )
+        raise DataError(f"{file}: this server sends whole files only, but this format is read in parts. Download it.")
     return remote
 
 

@@ -129,9 +129,7 @@ def _json_text(row: dict[str, Any], column: str, file: str, number: int, may_be_
         return str(value)
     if value is None or isinstance(value, str):
         return value
-    raise DataError(
-        f"{file}:{number}: column {column!r} holds {_kind(value)}, expected text. Name another in `columns`."
-    )
+    raise DataError(f"{file}:{number}: column {column!r} holds {_kind(value)}, expected text. Name another in columns.")
 
 
 def _paths(row: dict[str, Any], prefix: str = "") -> list[str]:

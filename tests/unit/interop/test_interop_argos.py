@@ -54,7 +54,7 @@ def test_equal_models_are_equal_packages(tmp_path: Path):
 
 def test_what_a_package_cannot_hold_is_refused_and_what_is_there_stays(tmp_path: Path):
     loaded = make_model_folder(tmp_path / "two", is_shared=False, tied_output=False)
-    with pytest.raises(UserError, match=r"one sentencepiece model, this model two: train tokenizer\.shared: true"):
+    with pytest.raises(UserError, match=r"one sentencepiece model, this one two: train tokenizer\.shared: true"):
         export_argos(loaded, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     make_model_folder(tmp_path / "one")

@@ -180,7 +180,7 @@ def test_a_start_symbol_that_is_not_zero_is_refused_whatever_the_settings(tmp_pa
         ({"dim_emb": None}, r"d_model: "),
         ({"dim_emb": 16}, r"lacks a tensor that its settings tell, or its shape|do not fit"),
         ({"enc_depth": 3}, r"model\.npz: lacks a tensor .*encoder_l3_self_Wq"),
-        ({"enc_depth": 1}, r"holds 16 tensors that have no place here: encoder_l2_"),
+        ({"enc_depth": 1}, r"holds 16 tensors without a place here: encoder_l2_"),
         ({"left_out": ("special:model.yml",)}, r"model\.npz: not a complete \.npz of Marian with special:model\.yml"),
     ],
     ids=str,

@@ -86,7 +86,7 @@ def test_an_imported_model_is_fine_tuned_and_goes_back_with_the_same_tokens(
 
 def test_what_the_options_cannot_mean_is_refused(tmp_path: Path):
     make_model_folder(tmp_path / "ours")
-    with pytest.raises(UserError, match="--quantization int8: is of --to ctranslate2 and argos; drop it"):
+    with pytest.raises(UserError, match="--quantization int8: is of ctranslate2 and argos; drop it"):
         run("export", tmp_path / "ours", tmp_path / "out", "--to", "marian", "--quantization", "int8")
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match="file: expected the folder of a model, found a file or nothing"):

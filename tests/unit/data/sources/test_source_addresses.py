@@ -111,7 +111,7 @@ def test_a_server_that_sends_whole_files_only_will_do_for_lines_and_streams(tmp_
                 assert read(server.address, corpus) == PAIRS
         assert len(read(server.address, CorpusConfig(path="big.tsv"))) == 80_000
         (tmp_path / "big.parquet").write_bytes(bytes(6_000_000))
-        with pytest.raises(DataError, match=r"big\.parquet: this server sends whole files only.* Download the file"):
+        with pytest.raises(DataError, match=r"big\.parquet: this server sends whole files only.* Download it"):
             read(server.address, CorpusConfig(path="big.parquet"))
 
 
