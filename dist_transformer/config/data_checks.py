@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,8 @@ RESERVED_NAMES = ("train", *SPLIT_NAMES)
 """Names of the corpora of `data` itself."""
 
 _CORPUS_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]+")
+_LANGUAGE_TAG = re.compile(r"(?:<2|>>|__)([a-z]{2,3})(?:>|<<|__)")
+"""Usual tags that say which language follows: <2de>, >>de<<, __de__."""
 
 
 def check_training_corpora(data: DataConfig) -> Iterator[str]:
@@ -37,7 +40,7 @@ def check_corpora(data: DataConfig) -> Iterator[str]:
 
 def check_filters(data: DataConfig) -> Iterator[str]:
     """Checks the rules of `filters`, and the filters that a corpus has of its own."""
-    yield from _rule_problems("data.filters", data.filters.rules, data)
+    yield from _rule_problems("data.filters", data.filters.rules, data.languages_of(CorpusConfig()))
     training = [*data.training_corpora().values()]
     for path, corpus in _corpora(data):
         here = f"{path}.filters"
@@ -99,11 +102,17 @@ def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Yields a problem for each missing local file or pattern that nothing makes; addresses are checked when read."""
+    """Yields a problem for each missing local file or pattern that nothing makes; addresses are checked when read. Also what
+    is wrong for a start alone, and not where a run is only read: tags that contradict the languages."""
+    training = [*data.training_corpora().values()]
     for path, corpus in _corpora(data):
-        found = {}
-        for key in ("source", "target", "path"):
-            name = getattr(corpus, key)
+        named, found = {key: getattr(corpus, key) for key in ("source", "target", "path")}, {}
+        with suppress(ValidationError):  # which check_filters has named
+            if any(corpus is each for each in training):
+                filters = data.filters_of(corpus)
+                named |= {f"filters.scores.{name}": name for name in filters.scores if corpus.source}
+                yield from _tag_problems(path, corpus, filters.rules, data.languages_of(corpus))
+        for key, name in named.items():
             if not name or is_address(where := located(data.root, name)):
                 continue
             found[key] = len(local_files(data.root, name))
@@ -116,6 +125,16 @@ def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> It
                 f"{path}.source; file n of one side, in the order of their names, is aligned with "
                 "file n of the other"
             )
+
+
+def _tag_problems(
+    path: str, corpus: CorpusConfig, rules: Mapping[str, Any], languages: tuple[str, str]
+) -> Iterator[str]:
+    tagged = [match[1] for match in map(_LANGUAGE_TAG.fullmatch, corpus.tags) if match]
+    for rule in (rule for rule in ("language", "lingua") if rules.get(rule)):
+        if tagged and corpus.languages is None and language_code(languages[1]) not in tagged:
+            way = f"`languages: [SOURCE, TARGET]` of this corpus, or `filters: {{rules: {{{rule}: false}}}}`"
+            yield f"{path}.languages: the rule {rule} expects {' and '.join(languages)}, and tags say {tagged[0]}: give {way}"
 
 
 def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:
@@ -143,7 +162,7 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
             yield f"{path}.{key}: is for a dataset of the Hub (`hub`); remove it"
 
 
-def _rule_problems(path: str, rules: Mapping[str, Any], data: DataConfig) -> Iterator[str]:
+def _rule_problems(path: str, rules: Mapping[str, Any], languages: tuple[str, str]) -> Iterator[str]:
     for name, value in rules.items():
         here, is_share = f"{path}.rules.{name}", name in data_schema.SHARES
         least = 0 if is_share else 1 + (name == "repeated")
@@ -153,8 +172,8 @@ def _rule_problems(path: str, rules: Mapping[str, Any], data: DataConfig) -> Ite
             yield f"{here}: no such rule; there are {', '.join(data_schema.RULE_THRESHOLDS)}"
         elif not isinstance(value, bool) and not (is_number and (value <= 1 or not is_share)):
             yield f"{here}: expected {wanted}, true ({data_schema.RULE_THRESHOLDS[name]:g}) or false; got {value!r}"
-        elif name in ("language", "lingua") and value and len({*map(language_code, data.languages())}) == 1:
-            yield f"{here}: compares data.source_language with data.target_language, which are one; set it to false"
+        elif name in ("language", "lingua") and value and len({*map(language_code, languages)}) == 1:
+            yield f"{here}: compares {languages[0]} with {languages[1]}, which are one language; set it to false"
 
 
 def language_code(language: str) -> str:
@@ -172,7 +191,8 @@ def _own_filter_problems(path: str, corpus: CorpusConfig, data: DataConfig) -> I
             keys = known if each["type"] == "extra_forbidden" else ""
             yield f"{path}.{'.'.join(map(str, each['loc']))}: {each['msg']}; got {each['input']!r}{keys}"
         return
-    yield from _rule_problems(path, corpus.filters.get("rules", {}), data)
+    languages = data.languages_of(corpus)
+    yield from _rule_problems(path, filters.rules if corpus.languages else corpus.filters.get("rules", {}), languages)
     for key in ("max_tokens", "max_length_ratio"):
         if (own := getattr(filters, key)) > (limit := getattr(data.filters, key)):
             yield f"{path}.{key}: {own:g} is above data.filters.{key} {limit:g}, which holds for all; lower this, or raise that"

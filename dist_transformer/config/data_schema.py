@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dist_transformer.config.section import Bool, Fraction, Int, IntOrAuto, Number, PathStr, PositiveInt, Section, Str
 from dist_transformer.errors import UserError
@@ -41,6 +41,9 @@ class CorpusConfig(Section):
         "Default: the two languages, or `translation.<language>` where there are no such columns. Of a tsv: numbers from 0, "
         "default 0 and 1, or names in its first line.",
     )
+    languages: tuple[Str, Str] | None = Field(
+        None, description="Codes of its source and target language, where they are not those of `data`: [de, en]."
+    )
     demo: Literal["train", "validation", "test"] | None = Field(
         None, description="A split of the embedded English-German demonstration corpus; needs no files."
     )
@@ -56,6 +59,11 @@ class CorpusConfig(Section):
         default_factory=dict,
         description="Keys of data.filters with other values for this training corpus; `rules` and `scores` name by name.",
     )
+
+    @model_serializer(mode="wrap")
+    def _without_default_languages(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `languages` out where it is not given: digests of corpora are then those of releases without it."""
+        return {key: value for key, value in dump(self).items() if key != "languages" or value is not None}
 
 
 class MixtureStage(Section):
@@ -87,9 +95,7 @@ class MixtureConfig(Section):
 class FilterConfig(Section):
     """Rules by which pairs are dropped; dropped pairs are counted by the name of the rule."""
 
-    max_tokens: Int = Field(
-        256, ge=2, le=100_000, description="Longest side in subword tokens, end of sentence included."
-    )
+    max_tokens: Int = Field(256, ge=2, le=100_000, description="Longest side in tokens, end of sentence included.")
     max_length_ratio: Number = Field(
         9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; pairs under 10 pass."
     )
@@ -124,8 +130,8 @@ class DataConfig(Section):
     """Corpora, and their way from text to micro-batches."""
 
     root: PathStr = Field(".", description="Folder or address that relative corpus paths start from.")
-    source_language: Str = Field("en", description="Source language code, for column names and records.")
-    target_language: Str = Field("de", description="Target language code, for column names and records.")
+    source_language: Str = Field("en", description="Code of the source language, for columns, rules and records.")
+    target_language: Str = Field("de", description="Code of the target language; also says how BLEU cuts zh, ja, ko.")
     train: CorpusConfig | None = Field(None, description="The training corpus; or give `mixture`.")
     mixture: MixtureConfig | None = Field(None, description="Several training corpora instead of `train`.")
     validation: CorpusConfig | None = Field(
@@ -173,9 +179,7 @@ class DataConfig(Section):
     on_bad_row_group: Literal["raise", "quarantine"] = Field(
         "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."
     )
-    max_quarantined_row_groups: PositiveInt = Field(
-        10, description="The run ends when more row groups are quarantined."
-    )
+    max_quarantined_row_groups: PositiveInt = Field(10, description="The run ends when more are quarantined.")
     audit: Bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
     def token_budget(self) -> int:
@@ -200,8 +204,9 @@ class DataConfig(Section):
                 given = {**given, key: {**merged[key], **own}}
         return FilterConfig.model_validate({**merged, **given})
 
-    def languages(self) -> tuple[str, str]:
-        return self.source_language, self.target_language
+    def languages_of(self, corpus: CorpusConfig) -> tuple[str, str]:
+        """Returns the codes of the source and the target language of a corpus."""
+        return corpus.languages or (self.source_language, self.target_language)
 
     def held_out_corpora(self) -> dict[str, CorpusConfig]:
         """Returns the corpora whose sentences `held_out` removes from the training corpora, by their keys."""
@@ -224,9 +229,7 @@ class TokenizerConfig(Section):
     """The sentencepiece model: trained by `prepare`, or taken from files."""
 
     type: Literal["bpe", "unigram"] = Field("bpe", description="Kind of sentencepiece model.")
-    vocabulary_size: PositiveInt = Field(
-        37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000."
-    )
+    vocabulary_size: PositiveInt = Field(37_000, description="Pieces per model; rounded up to a multiple of 8 (5.1).")
     shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
     source_model: PathStr | None = Field(None, description="An existing .model file to take instead of training one.")

@@ -140,10 +140,11 @@ class Cleaner:
     @staticmethod
     def of(split: str, data: DataConfig, folder: Path, holds_out: bool = False) -> "Cleaner":
         """Returns the rules of a split of the prepared corpus in `folder`; `holds_out`: it must have sentences held out."""
-        filters = data.filters_of(data.training_corpora().get(split, CorpusConfig()))
+        corpus = data.training_corpora().get(split, CorpusConfig())
+        filters = data.filters_of(corpus)
         settings = filters.without_rules() if split == "validation" else filters
         held_out = HeldOut.load(folder, holds_out and "held_out" in settings.thresholds())
-        return Cleaner(settings, data.languages(), held_out)
+        return Cleaner(settings, data.languages_of(corpus), held_out)
 
     def repetition_rules(self) -> dict[str, float]:
         """Returns the thresholds of those REPETITION_RULES that are on."""

@@ -97,7 +97,7 @@ def _write(
     config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress
 ) -> tuple[dict[str, Any], list[Path]]:
     """Writes the pairs of a corpus; returns their counts and the files. Line ends and tabs in a pair become spaces."""
-    source, target = languages = config.data.languages()
+    source, target = languages = config.data.languages_of(config.data.training_corpora()[name])
     sides = ("source", "target") if source == target else languages
     paths = [work / f"{name}.{ending}" for ending in (*sides, "dropped.tsv")]
     dropped, pairs, kept, repaired = Counter[str](), 0, 0, 0

@@ -97,9 +97,7 @@ def read_corpus(
             first_row += count
     for name, chain in columns.items():
         if chain.has_more():
-            raise DataError(
-                f"{name}: has more lines than {corpus_name(corpus, data)} has pairs, {first_row}; {ONE_SCORE}"
-            )
+            raise DataError(f"{name}: more lines than {corpus_name(corpus, data)} has pairs, {first_row}; {ONE_SCORE}")
     if first_row == 0:
         raise DataError(f"{corpus_name(corpus, data)}: the corpus is empty; expected at least one pair of sentences.")
 
@@ -211,9 +209,7 @@ def _plugin_reader(given: str, drop: bool) -> PairReader[tuple[str, str]]:
         while (pair := call(plugin, lambda: next(pairs, ended))) is not ended:
             number += 1
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
-                raise DataError(
-                    f"{given}: pair {number} is {pair!r}, expected a tuple of two strings; mend the plug-in"
-                )
+                raise DataError(f"{given}: pair {number} is {pair!r}, expected a tuple of two strings; mend it")
             yield pair
 
     return _reader_of(checked(), None if drop else f"{given}: pair ")
@@ -238,7 +234,7 @@ def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
 
 
 def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[str], str], ColumnNames]:
-    wanted = corpus.columns or (data.source_language, data.target_language)
+    wanted = corpus.columns or data.languages_of(corpus)
     nested = (f"translation.{wanted[0]}", f"translation.{wanted[1]}")
     candidates = [wanted] if corpus.columns else [wanted, nested]
 

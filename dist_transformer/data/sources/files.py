@@ -95,6 +95,8 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
     be moved. A Hub dataset enters by its id, subset, split and revision. DataError if a file is missing.
     """
     given: dict[str, Any] = {"tags": list(corpus.tags)} if corpus.tags else {}
+    if data.languages_of(corpus) != data.languages_of(CorpusConfig()):
+        given["languages"] = list(data.languages_of(corpus))
     if corpus.demo:
         return {**given, "demo": corpus.demo, "version": DEMO_VERSION}
     if corpus.plugin:
@@ -122,8 +124,8 @@ def _expand(name: str | None, data: DataConfig) -> tuple[str, ...]:
     files = local_files(data.root, name)
     if not files:
         problem = "no file fits this pattern" if is_pattern(name) else "no such file"
-        root = "Relative corpus paths start from data.root, which is"
-        raise DataError(f"{os.path.abspath(location)}: {problem}. {root} {data.root!r}.")
+        root = "" if os.path.isabs(name) else f" Relative corpus paths start from data.root, which is {data.root!r}."
+        raise DataError(f"{os.path.abspath(location)}: {problem}.{root}")
     if unnamed := [file for file in files if file != file.encode("utf-8", "ignore").decode()]:
         raise DataError(f"{unnamed[0]!r}: expected a name in UTF-8, got other bytes in it: rename it.")
     return tuple(files)

@@ -9,7 +9,8 @@ from dist_transformer.config.paths import is_address, located
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import DataError
 
-ROWS = 2000
+ROWS, MOST_HELD_OUT = 2000, 100_000
+"""Pairs that are looked at of a training corpus, and of another one, whose sides must have as many lines."""
 
 
 def first_pairs_problems(config: Config) -> list[str]:
@@ -17,29 +18,32 @@ def first_pairs_problems(config: Config) -> list[str]:
     data = config.data
     if data.prepared is not None and (Path(data.prepared) / "manifest.json").is_file():
         return []
-    named = [(corpus, corpus.path or corpus.source) for corpus in data.training_corpora().values()]
-    found = [_problem(corpus, config) for corpus, name in named if name and not is_address(located(data.root, name))]
+    found = [_problem(corpus, config, ROWS) for corpus in data.training_corpora().values()]
+    found += [_problem(corpus, config, MOST_HELD_OUT) for corpus in data.held_out_corpora().values()]
     return [problem for problem in found if problem is not None]
 
 
-def _problem(corpus: CorpusConfig, config: Config) -> str | None:
+def _problem(corpus: CorpusConfig, config: Config, rows: int) -> str | None:
     # Imported here: numpy and pyarrow take longer than the rest of `submit`.
     from dist_transformer.data.filters import Cleaner
     from dist_transformer.data.sources.corpus import read_corpus
     from dist_transformer.data.sources.files import corpus_name
 
+    name = corpus.path or corpus.source
+    if not name or is_address(located(config.data.root, name)):
+        return None
     try:
-        batch = next(read_corpus(corpus, config.data, ROWS))
+        batch = next(read_corpus(corpus, config.data, rows))
     except DataError as error:
         return str(error)
     # Without the plug-in, whose code is not run here, and rules that load a model or read the held-out corpora.
     filters = config.data.filters_of(corpus).without_rules().model_copy(update={"plugin": None})
-    text = Cleaner(filters, config.data.languages()).clean(batch)
+    text = Cleaner(filters, config.data.languages_of(corpus)).clean(batch)
     dropped = text.counts()
     if config.tokenizer.source_model is None:  # ours have at least one token per word, and the end of sentence
         words = [max(map(len, map(str.split, pair))) for pair in zip(text.source, text.target, strict=True)]
         dropped["too_long"] += sum(count >= filters.max_tokens for count in words)
-    if dropped.total() < len(batch.source):
+    if dropped.total() < len(batch.source) or rows != ROWS:
         return None
     counts = ", ".join(f"{rule} {count}" for rule, count in dropped.items() if count)
     return (

@@ -356,10 +356,53 @@ def test_what_a_corpus_cannot_have_as_filters_of_its_own_is_named(tmp_path, over
 def test_two_equal_languages_cannot_be_told_apart(tmp_path):
     overrides = ["data.source_language=de_AT", "data.target_language=de-CH", "data.filters.rules.language=20"]
     problem = one_problem_of(tmp_path, FILTERED, *overrides)
-    assert (
-        "data.filters.rules.language: compares data.source_language with data.target_language, which are one" in problem
-    )
+    assert "data.filters.rules.language: compares de_AT with de-CH, which are one language; set it to false" in problem
     assert load_config(write(tmp_path, FILTERED), [*overrides[:2], "data.filters.rules.language=false"])
+    own = one_problem_of(tmp_path, FILTERED, "data.train.languages=[fr, fr_CA]", "data.filters.rules.lingua=true")
+    assert "data.train.filters.rules.lingua: compares fr with fr_CA" in own
+
+
+def test_a_missing_file_of_scores_is_told_as_one_of_text(tmp_path):
+    for name in ("a", "b", "there"):
+        (tmp_path / name).write_text("1\n")
+    files = [
+        f"data.root={tmp_path}",
+        "data.train={source: a, target: b}",
+        "data.filters.scores={x.scores: 0.5, there: 1}",
+    ]
+    problem = one_problem_of(tmp_path, FILTERED.replace("    demo: train\n", "    {}\n"), *files)
+    assert (
+        f"data.train.filters.scores.x.scores: no such file: {tmp_path}/x.scores (data.root is {str(tmp_path)!r})"
+        in problem
+    )
+    columns = ["data.train={path: t.tsv}", "data.filters.scores={'2': 0.5}"]
+    assert "data.train.path: no such file" in one_problem_of(
+        tmp_path, FILTERED.replace("    demo: train\n", "    {}\n"), *columns
+    )
+
+
+@pytest.mark.parametrize("tag", ["<2fr>", ">>fr<<", "__fr__"])
+def test_a_tag_that_names_another_language_than_the_rule_expects_is_told(tmp_path, tag):
+    given = [f"data.train.tags=[<bt>, '{tag}']", "data.filters.rules.language=true"]
+    assert (
+        "data.train.languages: the rule language expects en and de, and tags say fr: give `languages: [SOURCE, TARGET]` of "
+        "this corpus, or `filters: {rules: {language: false}}`"
+    ) in one_problem_of(tmp_path, FILTERED, *given)
+    path = write(tmp_path, FILTERED)
+    for way_out in (
+        "languages=[en, fr]",
+        "languages=[en, de]",
+        "filters={rules: {language: false}}",
+        "tags=[<2de>, <bt>]",
+    ):
+        assert load_config(path, [*given, f"data.train.{way_out}"])
+    assert load_config(path, given[:1])
+
+
+def test_a_corpus_without_languages_of_its_own_is_dumped_as_before_they_were_a_setting(tmp_path):
+    path = write(tmp_path, FILTERED)
+    assert "languages" not in load_config(path, []).data.model_dump()["train"]
+    assert load_config(path, ["data.train.languages=[de, en]"]).data.model_dump()["train"]["languages"] == ("de", "en")
 
 
 def test_filters_of_a_corpus_are_merged_rule_by_rule(tmp_path):

@@ -18,7 +18,7 @@ data.mixture.schedule.after_epochs
 data.mixture.schedule.from_step data.mixture.schedule.weights data.mixture.temperature data.mixture.weights
 data.modifiers data.more_validation data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from
 data.root data.row_group_rows data.source_language data.target_language data.test data.train.columns
-data.train.demo data.train.filters data.train.hub
+data.train.demo data.train.filters data.train.hub data.train.languages
 data.train.path data.train.plugin data.train.revision data.train.source data.train.split
 data.train.subset data.train.tags data.train.target data.validation data.window_rows decoding.beam_size
 decoding.length_penalty decoding.max_extra_tokens decoding.max_source_tokens decoding.max_tokens

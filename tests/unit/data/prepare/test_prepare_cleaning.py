@@ -308,7 +308,7 @@ def test_scores_are_a_file_beside_text_files_and_part_of_the_recipe(tmp_path: Pa
             score_lines(99),
             r"bicleaner\.txt: ends after 99 scores, but there are more pairs; expected a number a line",
         ),
-        (score_lines(101), r"bicleaner\.txt: has more lines than .*train\.de has pairs, 100"),
+        (score_lines(101), r"bicleaner\.txt: more lines than .*train\.de has pairs, 100"),
         (score_lines(100).replace("0.07", "good"), r"bicleaner\.txt: score 8 is 'good'; expected a number a line"),
         (score_lines(100).replace("0.07", ""), r"bicleaner\.txt: score 8 is ''; expected a number a line"),
     ],
@@ -415,6 +415,31 @@ def test_a_folder_of_the_version_before_is_taken_as_it_is(tmp_path: Path, is_nam
             prepare(asked)
     else:
         assert prepare(asked).splits["train"].rows == 100
+
+
+def test_a_corpus_with_its_sides_exchanged_is_judged_by_its_own_languages(tmp_path: Path):
+    write_text(tmp_path)
+    back = {"source": "train.de", "target": "train.en", "tags": ["<2en>"]}
+
+    def config(**corpora: dict[str, Any]) -> Config:
+        data = {**mixture_of(**corpora), "filters": {"rules": {"language": True, "held_out": False}}}
+        return config_of(tmp_path, data=data)
+
+    both = report_of(config(on=TEXT, back={**back, "languages": ["de", "en"]}))
+    assert both["back"]["dropped"] == both["on"]["dropped"]
+    assert report_of(config(on=TEXT, back=back))["back"]["dropped"]["language"] > 100  # as those of `data`
+    same = config(on={**TEXT, "languages": ["en", "de"]}, back=back)
+    assert make_recipe(same) == make_recipe(config(on=TEXT, back=back))
+
+
+def test_the_columns_of_a_table_are_the_languages_of_its_corpus(tmp_path: Path):
+    write_text(tmp_path)
+    pq.write_table(pa.table({"de": [de for _, de in PAIRS], "en": [en for en, _ in PAIRS]}), tmp_path / "both.parquet")
+    data = {"train": {"path": "both.parquet", "languages": ["de", "en"]}}
+    clean.clean(config_of(tmp_path, data=data), tmp_path / "out", lambda *_: None)
+    assert {path.name for path in (tmp_path / "out").glob("train.??")} == {"train.de", "train.en"}
+    kept = [(tmp_path / "out" / f"train.{side}").read_text("utf-8").splitlines()[0] for side in ("de", "en")]
+    assert (kept[1], kept[0]) in PAIRS
 
 
 def test_a_configuration_with_filters_of_corpora_is_kept_as_it_was_given(tmp_path: Path):

@@ -90,6 +90,9 @@ def test_a_missing_file_is_named_with_its_full_path(tmp_path: Path):
     for act in (lambda: scan_corpus(ALIGNED, data_in(tmp_path, ALIGNED)), lambda: read(tmp_path, ALIGNED)):
         with pytest.raises(DataError, match=rf"{tmp_path}/a\.de: no such file\. .* data\.root"):
             act()
+    absolute = CorpusConfig(source=f"{tmp_path}/a.en", target=f"{tmp_path}/a.de")
+    with pytest.raises(DataError, match=rf"{tmp_path}/a\.de: no such file\.$"):
+        scan_corpus(absolute, data_in(tmp_path, absolute))
 
 
 @pytest.mark.parametrize(
