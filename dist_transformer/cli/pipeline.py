@@ -29,8 +29,8 @@ from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, Use
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
-from dist_transformer.pipeline.schema import Pipeline, checked, read_pipeline
-from dist_transformer.pipeline.state import configuration, states_of
+from dist_transformer.pipeline.schema import HEADING, Pipeline, checked, read_pipeline
+from dist_transformer.pipeline.state import CONFIGURED, configuration, states_of
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
@@ -62,12 +62,14 @@ def run_command(
         with locked(pipeline.root):
             states = states_of(pipeline)
             if jobs := _jobs_of(pipeline):
-                raise UserError(
-                    f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it, or end it with scancel"
-                )
+                raise UserError(f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it or end it with scancel")
+            anew = [name for name, state in states.items() if state.restarts and not pipeline.nodes[name].reads]
+            texts = [configuration(pipeline, name) for name in anew if pipeline.nodes[name].kind in CONFIGURED]
+            if problems := {problem: None for text in texts for problem in first_pairs_problems(text)}:
+                raise ConfigError([*problems], HEADING)
             if signals.came:
                 sys.exit(EXIT_REQUEUE)
-            set_aside(pipeline, states)
+            states = set_aside(pipeline, states)
             code = run_due(pipeline, states, signals)
     if code == 0:
         print(f"{pipeline.root}: all {len(states)} nodes are done")
@@ -114,8 +116,9 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
         ]:
             raise ConfigError(problems, "cannot submit:")
         planned = _planned(pipeline, due, anew)  # before a folder is renamed
-        set_aside(pipeline, states)
-        planned |= _planned(pipeline, anew, [])
+        states = set_aside(pipeline, states)
+        again = _planned(pipeline, [name for name in anew if states[name].is_due], [])
+        planned = {name: again.get(name, each) for name, each in planned.items() if states[name].is_due}
         ids: dict[str, str] = {}
         for name, submission in planned.items():
             begin(pipeline, name, states[name], "submitted")
@@ -148,7 +151,7 @@ def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> S
     node, run_dir = pipeline.nodes[name], RunDir(pipeline.folder(name))
     if node.kind == "train":
         config = fill_from_profile(configuration(pipeline, name))
-        problems = [] if is_anew else [*memory_problems(config), *(() if node.reads else first_pairs_problems(config))]
+        problems = [*memory_problems(config), *(() if node.reads else first_pairs_problems(config))]
         text, size = to_yaml(with_absolute_paths(config, None)), num_parameters_of(config)
         return plan_submission(
             config, text, run_dir, size, after=node.reads, problems=problems, dry_run=dry_run, is_anew=is_anew

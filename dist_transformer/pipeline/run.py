@@ -14,7 +14,7 @@ from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.files import write_json, write_text
 from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
-from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, configuration, is_complete, made_at, made_files
+from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, complete, configuration, is_complete, take_back
 from dist_transformer.processes.children import Signals
 from dist_transformer.processes.launching import run_program
 from dist_transformer.run.folder import RunDir
@@ -60,11 +60,14 @@ def run_due(pipeline: Pipeline, states: dict[str, State], signals: Signals) -> i
     return EXIT_DONE
 
 
-def set_aside(pipeline: Pipeline, states: dict[str, State]) -> None:
-    """Renames the folders of nodes that begin anew, and completes the records of those that are done.
+def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
+    """Renames the folders of nodes that begin anew, takes back what fits, and completes the records of nodes that have ended.
 
-    Raises UserError, and renames nothing, if a folder is not a node's, or a process works in it.
+    Returns the states after it. Raises UserError, and renames nothing, if a folder is not a node's, or a process works in it.
     """
+    for name, state in states.items():
+        if state.record and is_complete(pipeline, name):
+            complete(pipeline, name)
     begun = (pipeline.folder(name) for name, state in states.items() if state.restarts)
     folders = [folder for folder in begun if folder.exists()]
     for folder in folders:
@@ -77,9 +80,7 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> None:
         old = next(path for path in numbered if not path.exists())
         folder.rename(old)
         say(f"{folder}: begins anew; what was there is kept as {old.name}")
-    for name, state in states.items():
-        if not state.is_due:
-            complete(pipeline, name)
+    return take_back(pipeline, states)
 
 
 def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", "submitted"] = "begun") -> None:
@@ -121,15 +122,6 @@ def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
         complete(pipeline, other)
     write_json(pipeline.folder(name) / RECORD, {"begun": round(time.time(), 3), **record})
     return run_node(pipeline, name, signals)
-
-
-def complete(pipeline: Pipeline, name: str) -> None:
-    """Notes that a node is done, and what it has made, unless that is noted."""
-    path = pipeline.folder(name) / RECORD
-    record = read_record(path)
-    if "done" not in record:
-        made = made_files(pipeline, name)
-        write_json(path, {**record, "done": made_at(made), "made": made})
 
 
 def words_of(pipeline: Pipeline, name: str) -> list[str]:

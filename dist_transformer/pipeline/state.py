@@ -7,6 +7,7 @@ version of the program. So it is known before those nodes have run.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,8 @@ from dist_transformer.config.paths import local_files
 from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml_positions import Marked, merge
 from dist_transformer.data.manifest import json_digest
-from dist_transformer.errors import ConfigError
-from dist_transformer.files import file_sha256
+from dist_transformer.errors import ConfigError, say
+from dist_transformer.files import file_sha256, write_json
 from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
@@ -26,6 +27,8 @@ from dist_transformer.run.records import read_record
 
 RECORD = "node.json"
 CONFIGURED = ("prepare", "train")
+SCORES = " (scores)"
+"""Ends the names of files of quality scores among those that a node reads."""
 LEXICON = KINDS["train"].outputs["lexicon"]
 NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens")
 """Keys of nodes on which no result depends."""
@@ -93,9 +96,11 @@ def is_complete(pipeline: Pipeline, name: str) -> bool:
     return is_ended and all((folder / made).exists() for made in KINDS[node.kind].made)
 
 
-def made_files(pipeline: Pipeline, name: str, known: Fingerprints | None = None) -> Fingerprints:
-    """Fingerprints of what a node has made."""
-    folder = pipeline.folder(name)
+def made_files(
+    pipeline: Pipeline, name: str, known: Fingerprints | None = None, at: Path | None = None
+) -> Fingerprints:
+    """Fingerprints of what a node has made, in its folder or another."""
+    folder = at or pipeline.folder(name)
     paths = [path for made in KINDS[pipeline.nodes[name].kind].made for path in _files_at(folder / made)]
     return _fingerprints({str(path.relative_to(folder)): path for path in paths}, known or {}, {})
 
@@ -104,6 +109,33 @@ def made_at(made: Fingerprints) -> float:
     """When the last of these files was written, in Unix seconds: on Slurm a node is noted as done later."""
     newest: int = max(nanoseconds for _, nanoseconds, _ in made.values())
     return round(newest / 1e9, 3)
+
+
+def complete(pipeline: Pipeline, name: str) -> None:
+    """Notes that a node is done, and what it has made, unless that is noted."""
+    path = pipeline.folder(name) / RECORD
+    record = read_record(path)
+    if "done" not in record:
+        made = made_files(pipeline, name)
+        write_json(path, {**record, "done": made_at(made), "made": made})
+
+
+def take_back(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
+    """Renames back what was set aside and is what a node without a folder would make: whole, and not older than what the node
+    reads. Returns the states after it."""
+    is_any = False
+    for name, state in states.items():
+        folder, reads = pipeline.folder(name), map(pipeline.folder, pipeline.nodes[name].reads)
+        since = max((read_record(path / RECORD).get("done", inf) for path in reads), default=0)
+        for old in sorted(folder.parent.glob(f"{name}.[0-9]*"), reverse=True):
+            record = read_record(old / RECORD)
+            if folder.exists() or record.get("key") != state.now["key"] or not since <= record.get("done", -1):
+                continue
+            if _sums(made_files(pipeline, name, record["made"], old)) == _sums(record["made"]):
+                old.rename(folder)
+                say(f"{folder}: is {old.name} again, which was made of the same")
+                is_any = True
+    return states_of(pipeline) if is_any else states
 
 
 def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: Fingerprints) -> State:
@@ -122,6 +154,10 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
     }
+    # The version before did not count files of quality scores.
+    uncounted = {**made_of, "files": _sums({file: each for file, each in files.items() if not file.endswith(SCORES)})}
+    if record.get("key") == json_digest(uncounted):
+        made_of = uncounted
     now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
     due = [other for other in reads if before[other].is_due]
     state: Literal["done", "begun", "changed", "new"] = "done"
@@ -151,7 +187,8 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
     kind, values, _ = pipeline.nodes[name]
     if kind in CONFIGURED:
         config = configuration(pipeline, name)
-        named = {file.removeprefix(f"{config.data.root}/"): Path(file) for file in _files_of(config)}
+        root = f"{config.data.root}/"
+        named = {file.removeprefix(root): Path(file.removesuffix(SCORES)) for file in _files_of(config)}
         left_out: Any = {"run": {"root", "name"}, "data": {"root"}, "slurm": True, "tracking": True}
         if kind == "prepare":
             left_out["data"] = {"root", *NOT_PREPARED_BY}
@@ -187,6 +224,9 @@ def _files_of(config: Config) -> Iterator[str]:
     for corpus in filter(None, corpora):
         for name in filter(None, (corpus.source, corpus.target, corpus.path)):
             yield from local_files(data.root, name)
+    for corpus in (each for each in data.training_corpora().values() if each.source):
+        for name in data.filters_of(corpus).scores:
+            yield from (f"{file}{SCORES}" for file in local_files(data.root, name))
     for path in filter(None, (*models, config.training.init_from)):
         yield from map(str, _files_at(Path(path)))
 

@@ -1,6 +1,7 @@
 """`dist-transformer submit` as a person calls it, with Slurm's commands replaced."""
 
 import shlex
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,26 @@ def test_the_settings_of_every_job_of_a_pipeline_are_checked_before_anything_is_
         assert all(problem.startswith(f"node {node}: ") for problem in caught.value.problems)
         assert "secret'" not in str(caught.value)
     assert (sorted(pipeline.parent.rglob("*")), len(fake_slurm.calls)) == (before, 3)
+
+
+def test_text_that_does_not_fit_together_is_told_before_anything_is_renamed(
+    pipeline: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, lines in (("x", 3), ("y", 2)):
+        (pipeline.parent / name).write_text("a b c\n" * lines)
+    submit_pipeline(pipeline, [], (), dry_run=False)
+    root = pipeline.parent / "root"
+    shutil.rmtree(root / "teacher" / "slurm")
+    before = sorted(root.rglob("*"))
+    monkeypatch.setattr(pipeline_module, "run_due", lambda *_: 75)
+    monkeypatch.setattr(pipeline_module, "_jobs_of", lambda _: {})
+    place = f"nodes.teacher.set.data.test={{source: {pipeline.parent}/x, target: {pipeline.parent}/y}}"
+    for start in (partial(submit_pipeline, after=(), dry_run=False), run_command):
+        with pytest.raises(ConfigError) as caught:
+            start(pipeline, [place])
+        [problem] = caught.value.problems
+        assert "data.test: " in problem or f"{pipeline.parent}/x has 3 lines" in problem, problem
+    assert sorted(root.rglob("*")) == before
 
 
 def test_problems_of_all_nodes_are_told_at_once(pipeline: Path, fake_slurm: FakeSlurm) -> None:

@@ -16,9 +16,9 @@ from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, Use
 from dist_transformer.files import read_json, write_json
 from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.results import status_rows
-from dist_transformer.pipeline.run import begin, complete, locked, set_aside, words_of
+from dist_transformer.pipeline.run import begin, locked, set_aside, words_of
 from dist_transformer.pipeline.schema import KINDS, Pipeline, read_pipeline
-from dist_transformer.pipeline.state import State, states_of
+from dist_transformer.pipeline.state import RECORD, State, complete, states_of
 from dist_transformer.run.folder import RunDir
 
 FILE = """
@@ -114,6 +114,36 @@ def test_a_changed_file_makes_its_nodes_and_what_follows_begin_anew(change, expe
     assert due(pipeline_in(folder)) == {}
 
 
+SCORED = "set.data.train.filters={scores: {quality: 0.5}}"
+
+
+def test_a_changed_or_missing_file_of_quality_scores_is_noticed(folder):
+    with pytest.raises(ConfigError, match=r"filters\.scores\.quality: no such file: .*quality"):
+        states_of(pipeline_in(folder, SCORED))
+    (folder / "quality").write_text("1\n0\n")
+    make_all(pipeline_in(folder, SCORED))
+    assert due(pipeline_in(folder, SCORED)) == {}
+    (folder / "quality").write_text("0\n1\n")
+    assert due(pipeline_in(folder, SCORED))["teacher"] == "changed: quality (scores)"
+
+
+def test_a_node_of_the_version_before_which_counted_no_scores_stays_done_until_something_else_changes(
+    folder, monkeypatch
+):
+    (folder / "quality").write_text("1\n0\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            module, "_sums", lambda files: {name: each[-1] for name, each in files.items() if "quality" not in name}
+        )
+        make_all(pipeline_in(folder, SCORED))
+    assert due(pipeline_in(folder, SCORED)) == {}
+    (folder / "train.en").write_text("2\n1\n")
+    assert due(pipeline_in(folder, SCORED))["teacher"] == "changed: quality (scores), train.en"
+    make_all(pipeline_in(folder, SCORED))
+    (folder / "quality").write_text("0\n1\n")
+    assert due(pipeline_in(folder, SCORED))["teacher"] == "changed: quality (scores)"
+
+
 def test_changed_settings_and_another_version_begin_anew(folder, monkeypatch):
     make_all(pipeline_in(folder))
     assert due(pipeline_in(folder, "nodes.kept.drop=0.2")) == {"kept": "changed: settings"}
@@ -202,6 +232,39 @@ def test_results_that_are_gone_or_edited_are_made_again_with_what_follows(folder
     assert due(pipeline) == {"teacher": "", "forward": "its results are gone", "kept": "follows forward"}
     make_all(pipeline)
     assert (pipeline.root / "kept.2").is_dir()
+
+
+def test_what_was_set_aside_is_taken_back_when_its_change_is_undone(folder):
+    pipeline = pipeline_in(folder)
+    make_all(pipeline)
+    made = {name: (pipeline.folder(name) / RECORD).read_bytes() for name in pipeline.nodes}
+    (folder / "train.en").write_text("1\n3\n")
+    states = states_of(pipeline)
+    assert set_aside(pipeline, states) is states
+    begin(pipeline, "teacher", states["teacher"])  # and fails
+    (folder / "train.en").write_text("1\n2\n")
+    assert {state.state for state in set_aside(pipeline, states_of(pipeline)).values()} == {"done"}
+    assert due(pipeline) == {}
+    assert {name: (pipeline.folder(name) / RECORD).read_bytes() for name in pipeline.nodes} == made
+    assert {path.name for path in pipeline.root.glob("*.*")} == {"teacher.2"}
+
+
+@pytest.mark.parametrize("damage", ["edited", "gone", "older"])
+def test_what_was_set_aside_stays_there_if_it_is_not_whole_or_older_than_what_it_is_made_of(damage, folder):
+    pipeline = pipeline_in(folder)
+    make_all(pipeline)
+    set_aside(pipeline_in(folder, "nodes.forward.beam=7"), states_of(pipeline_in(folder, "nodes.forward.beam=7")))
+    aside = pipeline.root / "forward.1"
+    if damage == "older":
+        write_json(aside / RECORD, {**read_json(aside / RECORD), "done": 1.0})
+    elif damage == "edited":
+        (aside / "text").write_text("edited")
+    else:
+        (aside / "text").unlink()
+    set_aside(pipeline, states_of(pipeline))
+    assert due(pipeline) == {"forward": "", "kept": ""}
+    assert aside.is_dir()
+    assert not pipeline.folder("forward").exists()
 
 
 @pytest.mark.parametrize("place", ["root", "wörter \N{SNOWMAN}", "b\\\\s", "train"])
