@@ -102,12 +102,12 @@ class SaveInterval:
     most_steps: int
 
 
-def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
+def best_interval(conditions: Conditions, step_seconds: float, longest_steps: float = math.inf) -> SaveInterval:
     """Best interval by the closed form, which unlike Young's includes the write, the limit and whole steps."""
     shortest = max(young_interval(conditions), conditions.write_seconds, step_seconds)
     longest = max(30 * shortest, conditions.between_failures_seconds)
     ratio = (longest / step_seconds) ** (1 / INTERVALS_LOOKED_AT)
-    steps = sorted({round(ratio**power) for power in range(INTERVALS_LOOKED_AT + 1)})
+    steps = sorted({round(min(ratio**power, longest_steps)) for power in range(INTERVALS_LOOKED_AT + 1)})
     shares = {count: expected_attempt(conditions, count * step_seconds).kept_share for count in steps}
     best = max(steps, key=lambda count: shares[count])
     is_bad = [shares[count] < shares[best] - SLIGHT_LOSS for count in steps]

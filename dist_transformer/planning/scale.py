@@ -91,13 +91,13 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     time = replace(alone, compute_seconds=alone.compute_seconds * stragglers)
     efficiency = alone.compute_seconds * (1 - alone.idle_share) / time.seconds
     conditions = conditions_of(site, nodes, num_ranks, checkpoint_bytes(count_parameters(config), config.training))
-    interval = best_interval(conditions, time.seconds)
+    # The run trains on the configured number of tokens: fewer steps if the steps became larger.
+    num_steps = math.inf if config.training.max_steps is None else max(1.0, config.training.max_steps * tokens / lanes)
+    interval = best_interval(conditions, time.seconds, max(1, num_steps / config.checkpoints.average_last))
     best = expected_attempt(conditions, interval.best_steps * time.seconds)
     barren = barren_share(conditions, interval.best_steps * time.seconds)
     as_set = expected_attempt(conditions, config.checkpoints.every_steps * time.seconds)
-    steps = config.training.max_steps
-    # The run trains on the configured number of tokens: fewer steps if the steps became larger.
-    work = None if steps is None else max(1.0, steps * tokens / lanes) * time.seconds
+    work = None if math.isinf(num_steps) else num_steps * time.seconds
     attempts = None if work is None else (work / best.kept if best.kept else math.inf)
     return ScaleRow(
         nodes=nodes,

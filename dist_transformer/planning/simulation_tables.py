@@ -71,7 +71,7 @@ def print_simulation(
         f"{site.node_hours_between_failures:,g} hours"
     )
     print(*table(STEPS, [_step_cells(row) for row in rows]), sep="\n")
-    print("shares of node-hours; intervals are of training, without the saves; `every_steps` is the best one in steps")
+    print("shares of node-hours; intervals are of training, without the saves; `average_last` of them fit into a run")
     print(*table(FAILURES, [_failure_cells(row) for row in rows]), sep="\n")
     for text in _remarks(config, rows):
         print(text)

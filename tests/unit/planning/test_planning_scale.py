@@ -61,6 +61,17 @@ def test_a_row_is_made_of_the_step_its_slowest_rank_and_the_failures_of_all_node
     assert row(2) == found
 
 
+@pytest.mark.parametrize(
+    ("nodes", "longest"), [(1, 100), (16, 50)]
+)  # 16 nodes have twice the lanes, and half the steps
+def test_no_interval_leaves_a_run_with_fewer_checkpoints_than_are_averaged(nodes, longest):
+    settings = {"training": {"max_steps": 2000}, "checkpoints": {"average_last": 20}}
+    short = CONFIG.model_validate({**CONFIG.model_dump(), **settings})
+    found, free = row(nodes, short).interval, row(nodes).interval
+    assert free.best_steps > longest
+    assert found.least_steps <= found.best_steps <= found.most_steps == longest
+
+
 def test_one_node_of_one_rank_waits_for_nobody():
     found = scale_row(CONFIG, 1, 1, HARDWARE["h200-141g"], SITE)
     assert (found.stragglers, found.time.communication_seconds) == (pytest.approx(1), 0)
