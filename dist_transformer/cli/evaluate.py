@@ -105,9 +105,7 @@ def evaluate_command(
         if not references:
             raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
         if any(value is not None for value in search.values()):
-            raise UserError(
-                "--beam, --length-penalty, --too-long, --max-source-tokens: leave them out with --hypothesis"
-            )
+            raise UserError("--beam, --length-penalty, --too-long, --max-source-tokens: leave out with --hypothesis")
         if metric_plugin is not None and source is None:
             raise UserError("--metric-plugin gets the source too: give --source FILE")
     if metric_plugin is not None and len(references or []) > 1:
@@ -212,6 +210,7 @@ def scored(
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
     if source is not None:
         pairs = _read_files(source, references)
+        pairs = replace(pairs, sources=[*options.noting_tags(folder, pairs.sources)])
         name, prefix = f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", ""
     elif run is not None:
         corpus = _corpus_of(run[0].data, split, folder)
@@ -285,9 +284,7 @@ def _check_writable(run_dir: RunDir, run: Path) -> None:
     try:
         check_output(run_dir.evaluation, "results", Path.is_dir)
     except UserError as error:
-        raise UserError(
-            f"{error}; or score without keeping it: evaluate {run}/model --source FILE --reference FILE"
-        ) from None
+        raise UserError(f"{error}; or keep no scores: evaluate {run}/model --source FILE --reference FILE") from None
 
 
 def _digest(lines: Sequence[str]) -> str:
@@ -295,14 +292,14 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _print_scores(scores: dict[str, Any]) -> None:
-    for name, key in (
-        ("BLEU ", "bleu"),
-        ("chrF ", "chrf"),
-        ("tokenised BLEU ", "bleu_tokenised"),
-        ("compound-split BLEU ", "bleu_compound_split"),
-    ):
-        if key in scores:
-            print(f"{name} {scores[key]:.2f}  {scores[f'{key}_signature']}")
+    names = {
+        "bleu": "BLEU",
+        "chrf": "chrF",
+        "bleu_tokenised": "tokenised BLEU",
+        "bleu_compound_split": "compound-split BLEU",
+    }
+    for key in filter(scores.get, names):
+        print(f"{names[key]}  {scores[key]:.2f}  {scores[f'{key}_signature']}")
     print(f"exact {100 * float(scores['exact_match']):.2f} %")
     if "plugin" in scores:
         print(f"plug-in {scores['plugin']:.4f}  {scores['plugin_signature']}")

@@ -1,6 +1,7 @@
 """Options of the verbs that search for translations, and the resulting settings."""
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,6 +73,18 @@ def search_settings(model: Path, **given: Any) -> DecodingConfig:
     if problems:
         raise ConfigError(problems, "the search cannot be done as it is asked for:")
     return settings
+
+
+def noting_tags(model: Path, lines: Iterable[str]) -> Iterator[str]:
+    """Yields the lines, and warns at their end if none begins with a tag, as each training sentence of a run `model` did."""
+    corpora = read_run(model)[0].data.training_corpora() if (model / "config.yaml").is_file() else {}
+    first = tuple(sorted({tag for corpus in corpora.values() for tag in corpus.tags[:1]}))
+    is_bare = bool(corpora) and all(corpus.tags for corpus in corpora.values())
+    for line in lines:
+        is_bare = is_bare and not line.startswith(first)
+        yield line
+    if is_bare:
+        print(f"warning: no line begins with {' or '.join(first)}, as every training sentence did", file=sys.stderr)
 
 
 def _explained(name: str, problem: Mapping[str, Any]) -> str:

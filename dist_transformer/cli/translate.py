@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections import deque
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # at run time this would import torch for every command
 
 FILES = "Files"
 FORM = "What is written"
+LINES_LOOKED_AT = 1000
 
 
 def translate_command(
@@ -101,9 +104,12 @@ def translate_command(
     stop = StopRequest(answer="stopping after this batch")
     if output is not None:
         stop.listen()  # before the slow imports
+    from dist_transformer.decoding.sharded_files import numbered_lines
     from dist_transformer.decoding.translate_file import translate_file
     from dist_transformer.decoding.translation_lines import Task
 
+    if source is not None and source.is_file() and os.environ.get("RANK", "0") == "0":
+        deque(options.noting_tags(model, islice(numbered_lines(source), LINES_LOOKED_AT)), maxlen=0)
     task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin, mbr is not None)
     if source is None or output is None:
         _translate_stream(task)
@@ -130,5 +136,6 @@ def _translate_stream(task: "Task") -> None:
     write_utf8()
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
-    for text in translated(task, search, decoded_lines(sys.stdin.buffer, "standard input"), prefixes):
+    lines = options.noting_tags(Path(task.models[0]), decoded_lines(sys.stdin.buffer, "standard input"))
+    for text in translated(task, search, lines, prefixes):
         print(text, flush=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -59,6 +60,22 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     assert kept["pairs"] == 40
     files = ("--source", small_corpus / "valid.en", "--target", small_corpus / "valid.de")
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
+
+
+def test_text_without_the_tags_of_training_is_translated_with_a_warning(command, trained, small_corpus, tmp_path):
+    shutil.copytree(trained / "model", tmp_path / "run" / "model")
+    text = (trained / "config.yaml").read_text(encoding="utf-8").replace("tags: []", "tags: [<2de>]")
+    (tmp_path / "run" / "config.yaml").write_text(text, encoding="utf-8")
+    source, target = small_corpus / "valid.en", small_corpus / "valid.de"
+    told = "warning: no line begins with <2de>, as every training sentence did"
+    for words in (
+        ["evaluate", "--source", source, "--reference", target],
+        ["translate", "--input", source, "--output", tmp_path / "t.de"],
+    ):
+        verb, *options = words
+        assert told in command(verb, tmp_path / "run", *options)
+    assert told in command("translate", tmp_path / "run", text="one\n")
+    assert told not in command("translate", tmp_path / "run", text="one\n<2de> one\n")
 
 
 def test_evaluate_cuts_lines_above_the_limit_as_its_message_says(command, trained, small_corpus, tmp_path):
@@ -150,11 +167,11 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
         (("--hypothesis", "a"), "--hypothesis needs --reference FILE"),
         (
             ("--hypothesis", "a", "--reference", "b", "--beam", 4),
-            "--max-source-tokens: leave them out with --hypothesis",
+            "--max-source-tokens: leave out with --hypothesis",
         ),
         (
             ("--hypothesis", "a", "--reference", "b", "--too-long", "split"),
-            "--max-source-tokens: leave them out with --hypothesis",
+            "--max-source-tokens: leave out with --hypothesis",
         ),
         (("--hypothesis", "a", "--reference", "b", "--metric-plugin", "x.py:f"), "--metric-plugin gets the source too"),
         (

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm, job_line
@@ -17,8 +18,10 @@ from watched_run import NOW, add_lines, beat, make_run, trained
 from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.main import app
+from dist_transformer.cli.search_options import noting_tags
 from dist_transformer.cluster.requeue import decide
 from dist_transformer.cluster.run_ref import RunRef
+from dist_transformer.files import write_json
 from dist_transformer.format import duration
 from dist_transformer.run.folder import RunDir
 
@@ -36,6 +39,33 @@ def refusal(*arguments: object) -> str:
     result = call(*arguments)
     assert result.exit_code != 0
     return str(result.exception)
+
+
+def test_the_page_of_mlflow_is_of_a_folder_of_runs(run_dir: RunDir) -> None:
+    before = sorted(run_dir.path.rglob("*"))
+    said = refusal("ui", run_dir.path)
+    assert said == f"{run_dir.path}: is a run; expected the folder of runs: dist-transformer ui {run_dir.path.parent}"
+    assert sorted(run_dir.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("corpora", "lines", "is_told"),
+    [
+        (({"tags": ["<2de>", "<x>"]}, {"tags": ["<2en>"]}), ["a", "x <2de> b"], True),
+        (({"tags": ["<2de>"]}, {"tags": ["<2en>"]}), ["a", "<2en> b"], False),
+        (({"tags": ["<2de>"]}, {}), ["a"], False),
+        (({}, {}), ["a"], False),
+    ],
+)
+def test_text_without_the_tags_that_all_training_text_had_is_noted(
+    corpora: Any, lines: list[str], is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = {f"c{number}": {"demo": "train", **corpus} for number, corpus in enumerate(corpora)}
+    write_json(tmp_path / "config.yaml", {"data": {"mixture": {"corpora": mixture}}})
+    assert [*noting_tags(tmp_path, iter(lines))] == lines
+    expected = "warning: no line begins with <2de> or <2en>, as every training sentence did\n"
+    assert capsys.readouterr().err == (expected if is_told else "")
+    assert [*noting_tags(tmp_path / "a_model_folder", lines)] == lines
 
 
 # ---------------------------------------------------------------------------------------------------- status and list
