@@ -90,7 +90,9 @@ def init_command(
 
     data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
     corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
-    for given in corpora.values():
+    for split, given in corpora.items():
+        if given == corpus:
+            raise UserError(f"--{split}: is the training text itself; give another, or none: pairs are held out")
         read_pairs(given, data)  # its errors are reported before anything is written
     with progress_bar() as show:
         found = survey(corpus, data, lambda pairs: show("reading the text", pairs, None))

@@ -64,7 +64,8 @@ def _model_file_problems(tokenizer: TokenizerConfig, is_made: Callable[[str], bo
     for key in ("source_model", "target_model"):
         given = getattr(tokenizer, key)
         if given is not None and not os.path.isfile(given) and not is_made(given):
-            yield f"tokenizer.{key}: no such file: {os.path.abspath(given)}; expected a sentencepiece model (.model)"
+            what = "is a folder" if os.path.isdir(given) else "no such file"
+            yield f"tokenizer.{key}: {what}: {os.path.abspath(given)}; expected a sentencepiece model: RUN/model/source.model"
 
 
 ABSOLUTE_STORE = r"(?!sqlite[\w+]*:(?!////))"

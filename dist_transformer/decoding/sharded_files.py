@@ -209,6 +209,8 @@ def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
+            if line.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ")):
+                raise UserError(f"{name}: is compressed; unpack it first (zcat, zstdcat or xzcat)") from None
             raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
 
 

@@ -119,9 +119,9 @@ def read_object(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[st
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file, expected one of a Marian folder.") from error
+        raise DataError(f"{path}: no such file, expected one of the model to be read.") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}), expected a file of a Marian folder.") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}), expected one of the model to be read.") from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON or YAML ({error}). Copy it again.") from error
     if not isinstance(content, dict):

@@ -136,6 +136,7 @@ def test_a_validation_that_fails_on_one_rank_is_told_and_training_goes_on_withou
     expected = "Input/output error" if what == "disk" else "out of memory"
     assert expected in told["reason"]
     assert "validation of step 4 failed, and training continues without it" in said
+    assert ("Where memory was short, lower" in said) == (what == "memory")
     states = {checkpoints.step_of(path): read_json(path / "state.json") for path in checkpoints.saved(RunDir(run))}
     assert states[4]["validation"] is None
     assert not states[4]["validation_due"]

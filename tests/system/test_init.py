@@ -115,7 +115,11 @@ def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes
         (("train.en", "train.de", "--held-out", "500"), "expected 1 to 150"),
         (("train.en", "train.de", "--cluster", "nowhere"), "no profile 'nowhere'"),
         (("small.yaml",), "small.yaml: cannot tell the format"),
-        (("train.en", "train.de", "--test", "valid.en", "none.de"), "none.de: no such file"),
+        (("train.en", "train.de", "--test", "valid.en", "none.de"), "none.de: no such file.\n"),
+        (
+            ("train.en", "train.de", "--test", "train.en", "train.de"),
+            "--test: is the training text itself; give another",
+        ),
         (("train.en", "train.de", "--validation", "valid.en", "train.de"), "valid.en has 40 lines, but"),
     ],
 )

@@ -229,9 +229,10 @@ def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
 def all_dropped_error(name: str, chunk: Chunk, which: str = "") -> DataError:
     """Returns the error for a corpus whose rows are all dropped."""
     counts = ", ".join(f"{rule} {count}" for rule, count in chunk.dropped.items())
+    same = "; is it data.validation or test? Then data.filters.rules.held_out: false" * ("held_out" in chunk.dropped)
     return DataError(
         f"{name}: all of its {which}{chunk.read_rows} pairs were dropped ({counts}). "
-        f"Look at the text, the order of its columns and data.filters."
+        f"Look at the text, the order of its columns and data.filters{same}."
     )
 
 

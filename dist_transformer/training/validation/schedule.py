@@ -112,6 +112,7 @@ class ValidationSchedule:
     def _failed(self, step: int, reason: str) -> None:
         self._recorded_step = step  # it would fail again
         give_back(self._ranks.device)
-        log.error("validation of step %d failed, and training continues without it: %s. %s", step, reason, LESS_MEMORY)
+        advice = f". {LESS_MEMORY}" if "memory" in reason else ""
+        log.error("validation of step %d failed, and training continues without it: %s%s", step, reason, advice)
         if self._run_log:
             self._run_log.validation_failed(step, reason)

@@ -175,6 +175,9 @@ def test_a_missing_tokenizer_model_is_named_with_the_folder_it_was_looked_for_in
     monkeypatch.chdir(tmp_path)
     problem = one_problem_of(path, "tokenizer.source_model=sub/a.model", "data.root=/elsewhere")
     assert f"tokenizer.source_model: no such file: {tmp_path}/sub/a.model; expected a sentencepiece model" in problem
+    (tmp_path / "sub").mkdir()
+    problem = one_problem_of(path, "tokenizer.source_model=sub")
+    assert f"tokenizer.source_model: is a folder: {tmp_path}/sub; expected a sentencepiece model: RUN/model/" in problem
     separate = ["tokenizer.shared=false", "model.shared_embeddings=false", "model.tied_output=false"]
     (tmp_path / "a.model").touch()
     models = ["tokenizer.source_model=a.model", "tokenizer.target_model=b.model"]

@@ -1,10 +1,14 @@
 """A file in parts: whole or not there, in order, gone on with by anybody, never mixed with another's."""
 
 import errno
+import gzip
+import lzma
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from dist_transformer.decoding import sharded_files
@@ -256,6 +260,16 @@ def test_lines_are_counted_and_read_by_ranges(tmp_path: Path, end: str) -> None:
         LineReader(path).read(3, 5)
     path.write_bytes(b"")
     assert digest_and_lines(path)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "compress", [gzip.compress, lzma.compress, lambda text: pa.compress(text, "zstd", asbytes=True)]
+)
+def test_a_compressed_file_is_told_with_what_unpacks_it(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (tmp_path / "text.x").write_bytes(compress(b"one\ntwo\n" * 99))
+    for read in (digest_and_lines, lambda path: LineReader(path).read(0, 1)):
+        with pytest.raises(UserError, match=r"text\.x: is compressed; unpack it first \(zcat, zstdcat or xzcat\)"):
+            read(tmp_path / "text.x")
 
 
 def test_what_is_no_text_is_told_by_file_and_line(tmp_path: Path) -> None:

@@ -112,7 +112,11 @@ def _edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
 @pytest.mark.parametrize(
     ("damage", "error", "said"),
     [
-        (lambda folder: (folder / "config.json").unlink(), DataError, "config.json: no such file"),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            DataError,
+            "config.json: no such file, expected one of the model to be read",
+        ),
         (lambda folder: (folder / "de.model").unlink(), DataError, "de.model: no such file"),
         (_edit("config.json", lambda c: c.update(model=[])), DataError, r"model is \[\], expected names"),
         (_edit("config.json", lambda c: c.update(model="transformer")), DataError, "model is 'transformer'"),

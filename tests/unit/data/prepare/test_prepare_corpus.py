@@ -186,6 +186,10 @@ def test_a_corpus_of_which_nothing_is_left_is_refused_with_the_rules(tmp_path: P
     data = {**config_of(tmp_path).data.model_dump(), "filters": {"max_tokens": 2}}
     with pytest.raises(DataError, match=r"train\.en .* all of its 500 pairs were dropped \(too_long 500\)"):
         prepare(config_of(tmp_path, data=data))
+    data = {**config_of(tmp_path).data.model_dump(), "test": {"source": "train.en", "target": "train.de"}}
+    rule = r"\(held_out 500\)\. .*; is it data\.validation or test\? Then data\.filters\.rules\.held_out: false\."
+    with pytest.raises(DataError, match=rf"train\.en .* all of its 500 pairs were dropped {rule}"):
+        prepare(config_of(tmp_path, data=data))
 
 
 def test_unequal_sides_and_bad_bytes_are_refused_before_anything_is_written(tmp_path: Path):
