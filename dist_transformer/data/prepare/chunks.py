@@ -30,7 +30,7 @@ from dist_transformer.data.prepare.scan import (
 from dist_transformer.data.prepare.shards import count_tokens, gather_ranges, write_shard, write_spill
 from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
 from dist_transformer.data.prepare.statistics import ReportedCorpus
-from dist_transformer.data.prepare.tokenize_rows import ChunkRows, KeptRows, text_rows, tokenized_rows
+from dist_transformer.data.prepare.tokenize_rows import ChunkRows, CountedRows, text_rows, tokenized_rows
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
@@ -194,7 +194,7 @@ class Units:
                 claims.finish(last, self._write_chunk(name, last, rows))
             self._make(end_unit(unit), lambda: claims.num_chunks)
 
-    def _kept(self, name: str, batch: RawBatch, chunk: int) -> KeptRows:
+    def _kept(self, name: str, batch: RawBatch, chunk: int) -> CountedRows:
         cleaner = self._cleaners[name]
         rules = [*cleaner.repetition_rules()]
         text = cleaner.clean(batch, load_repeated(self._hash_file(name, chunk), rules) if rules else None)

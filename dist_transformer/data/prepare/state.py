@@ -26,8 +26,7 @@ class Chunk:
 
     Attributes:
         dropped: number of rows by rule.
-        source_lengths: numbers of kept rows with 0, 1, 2 ... source tokens; empty if they were not tokenized.
-        target_lengths: as `source_lengths`.
+        source_lengths: numbers of kept rows with 0, 1, 2 ... tokens, as target_lengths; empty if they were not tokenized.
         repaired: number of rows whose markup was repaired.
         examples: the first dropped pairs of each rule.
         unknown: number of source and target tokens that no piece of the vocabulary stands for.
@@ -50,9 +49,7 @@ class Chunk:
     @staticmethod
     def together(chunks: Sequence["Chunk"]) -> "Chunk":
         """Returns the sum of chunks."""
-        dropped: Counter[str] = Counter()
-        for chunk in chunks:
-            dropped.update(chunk.dropped)
+        dropped = sum((Counter(chunk.dropped) for chunk in chunks), Counter[str]())
         return Chunk(
             read_rows=sum(chunk.read_rows for chunk in chunks),
             rows=sum(chunk.rows for chunk in chunks),

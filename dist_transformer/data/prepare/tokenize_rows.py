@@ -1,11 +1,10 @@
 """Conversion of text rows to rows of a chunk: filtered, tokenized (or left as text), and counted."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import compress
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.data.filters import KeptText, filter_lengths
@@ -14,30 +13,13 @@ from dist_transformer.data.prepare.state import EXAMPLE_CHARACTERS, EXAMPLES, Ch
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class KeptRows:
-    """The kept rows of a batch, and the counts of the others.
-
-    Attributes:
-        text: the kept rows as text, and the dropped ones.
-        table: see `token_table` and `text_table`.
-        source_lengths: number of tokens of each kept row; None: not tokenized.
-        target_lengths: as `source_lengths`.
-        unknown: number of source and target tokens that no piece of the vocabulary stands for.
-    """
-
-    batch: RawBatch
-    text: KeptText
-    table: pa.Table
-    source_lengths: NDArray[np.int64] | None = None
-    target_lengths: NDArray[np.int64] | None = None
-    unknown: tuple[int, int] = (0, 0)
+CountedRows = tuple[pa.Table, Chunk]
+"""The kept rows of a batch, see `token_table` and `text_table`, and its counts."""
 
 
 def tokenized_rows(
     batch: RawBatch, text: KeptText, tokenizer: Tokenizer, filters: FilterConfig, threads: int
-) -> KeptRows:
+) -> CountedRows:
     """Returns the rows of a batch that are not dropped by their text, nor by their lengths, as token ids."""
     source, target = tokenizer.encode_source(text.source, threads), tokenizer.encode_target(text.target, threads)
     lengths = [np.array([len(ids) for ids in side], dtype=np.int64) for side in (source, target)]
@@ -46,54 +28,40 @@ def tokenized_rows(
     source, target = (list(compress(side, kept)) for side in (source, target))
     vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
     table = token_table(text.positions + batch.first_row, source, target, vocabularies)
-    return KeptRows(batch, text, table, lengths[0][kept], lengths[1][kept], tokenizer.num_unknown(source, target))
+    of_source, of_target = (tuple(np.bincount(side[kept]).tolist()) for side in lengths)
+    unknown = tokenizer.num_unknown(source, target)
+    return table, replace(_counts(batch, text), source_lengths=of_source, target_lengths=of_target, unknown=unknown)
 
 
-def text_rows(batch: RawBatch, text: KeptText) -> KeptRows:
+def text_rows(batch: RawBatch, text: KeptText) -> CountedRows:
     """Returns the rows of a batch that are not dropped by their text, as text, normalized and tagged."""
-    return KeptRows(batch, text, text_table(text.positions + batch.first_row, text.source, text.target))
+    return text_table(text.positions + batch.first_row, text.source, text.target), _counts(batch, text)
 
 
 class ChunkRows:
     """The rows of a chunk, collected batch by batch."""
 
     def __init__(self) -> None:
-        self._tables: list[pa.Table] = []
-        self._chunks: list[Chunk] = []
+        self._batches: list[CountedRows] = []
 
-    def add(self, kept: KeptRows) -> None:
+    def add(self, rows: CountedRows) -> None:
         """Appends the rows of a batch."""
-        self._tables.append(kept.table)
-        self._chunks.append(
-            Chunk(
-                read_rows=len(kept.batch.source),
-                rows=kept.table.num_rows,
-                dropped=dict(kept.text.counts()),
-                source_lengths=_counted(kept.source_lengths),
-                target_lengths=_counted(kept.target_lengths),
-                repaired=kept.text.repaired,
-                examples=_examples(kept),
-                unknown=kept.unknown,
-            )
-        )
+        self._batches.append(rows)
 
     def table(self) -> pa.Table:
         """Returns all rows."""
-        return pa.concat_tables(self._tables)
+        return pa.concat_tables([table for table, _ in self._batches])
 
     def counts(self) -> Chunk:
         """Returns the counts of all rows."""
-        return Chunk.together(self._chunks)
+        return Chunk.together([counts for _, counts in self._batches])
 
 
-def _examples(kept: KeptRows) -> dict[str, list[tuple[str, str]]]:
-    """Returns the first dropped pairs of each rule, as they were read."""
-    sides = kept.batch.source, kept.batch.target
-    return {
+def _counts(batch: RawBatch, text: KeptText) -> Chunk:
+    """Returns the counts of a batch by its text, with the first dropped pairs of each rule, as they were read."""
+    sides = batch.source, batch.target
+    examples: dict[str, list[tuple[str, str]]] = {
         rule: [tuple((side[place] or "")[:EXAMPLE_CHARACTERS] for side in sides) for place in places[:EXAMPLES]]  # type: ignore[misc]
-        for rule, places in kept.text.dropped.items()
+        for rule, places in text.dropped.items()
     }
-
-
-def _counted(lengths: NDArray[np.int64] | None) -> tuple[int, ...]:
-    return () if lengths is None else tuple(np.bincount(lengths).tolist())
+    return Chunk(len(batch.source), len(text.positions), dict(text.counts()), (), (), text.repaired, examples)
