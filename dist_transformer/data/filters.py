@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig, FilterConfig
 from dist_transformer.data.languages import detector
@@ -207,15 +207,13 @@ class Cleaner:
             least, mask = int(on["numbers"]), broken["numbers"]
             pairs = compress(zip(bare, text.target, strict=True), mask)
             mask[mask] = [_numbers(source, least) != _numbers(target, least) for source, target in pairs]
+        languages = self.languages, self.languages[::-1]  # of each side: its own, then the other
         for rule in ("language", "lingua"):
             if rule in on:
                 broken[rule] = np.zeros(len(bare), np.bool_)
-                for side, texts, languages in (
-                    (sides[0], bare, self.languages),
-                    (sides[1], text.target, self.languages[::-1]),
-                ):
+                for side, texts, (own, other) in zip(sides, (bare, text.target), languages, strict=True):
                     long = side.number(LETTER) >= on[rule]
-                    is_other = detector(rule, *languages)([*compress(texts, long)])
+                    is_other = detector(rule, own, other)([*compress(texts, long)])
                     broken[rule][long] |= np.array(is_other, np.bool_)
         if self.settings.scores:
             fair = [batch.scores[name][text.positions] >= least for name, least in self.settings.scores.items()]
@@ -242,10 +240,10 @@ def without_markup(text: str) -> str:
 def _numbers(text: str, least: int) -> set[str]:
     """Returns the numbers of a sentence with so many digits, without separators and leading zeros, in ASCII digits."""
     found = (
-        "".join(str(unicodedata.decimal(each)) for each in number if each.isdecimal())
+        "".join(str(unicodedata.decimal(each)) for each in number if each.isdecimal()).lstrip("0")
         for number in _NUMBER.findall(text)
     )
-    return {number.lstrip("0") for number in found if len(number.lstrip("0")) >= least}
+    return {number for number in found if len(number) >= least}
 
 
 @cache
@@ -255,11 +253,7 @@ def _plugin(given: str) -> tuple[Plugin, KeepPair]:
     return plugin, plugin.load()
 
 
-def filter_lengths(
-    source_tokens: Sequence[int] | NDArray[np.int64],
-    target_tokens: Sequence[int] | NDArray[np.int64],
-    settings: FilterConfig,
-) -> dict[str, Mask]:
+def filter_lengths(source_tokens: ArrayLike, target_tokens: ArrayLike, settings: FilterConfig) -> dict[str, Mask]:
     """Returns a mask of the pairs that break each rule by their lengths in tokens (end of sentence included).
 
     A side of one token is only the end of sentence: the tokenizer's normalization has removed its characters.

@@ -70,7 +70,7 @@ class Sentences:
         """Returns the key of each sentence."""
         place = np.arange(len(self._values)) - np.repeat(self._kept_starts, self.num_kept)
         powers = np.multiply.accumulate(np.full(int(self.num_kept.max(initial=1)), _SPLITMIX[0]))
-        return _mixed(_reduced(np.add, self._values * powers[place], self.num_kept, np.uint64(0)))
+        return _mixed(_reduced(np.add, self._values * powers[place], self.num_kept))
 
     def signatures(self, side: int) -> NDArray[np.uint32]:
         """Returns minimal hashes (sentences, SIGNATURE) of all runs of SHINGLE characters of each sentence, or of a shorter one.
@@ -86,9 +86,7 @@ class Sentences:
         short = _mixed(self.keys + np.uint64(side)).astype(np.uint32)
         draws = _mixed(np.arange(2 * SIGNATURE, dtype=np.uint64)).astype(np.uint32)
         columns = [
-            np.where(
-                counts > 0, _reduced(np.minimum, (whole ^ salt) * (odd | 1), counts, np.uint32(0)), (short ^ salt) * odd
-            )
+            np.where(counts > 0, _reduced(np.minimum, (whole ^ salt) * (odd | 1), counts), (short ^ salt) * odd)
             for salt, odd in zip(draws[::2], draws[1::2], strict=True)
         ]
         return np.stack(columns, axis=1)
@@ -134,9 +132,9 @@ def _mixed(values: Keys) -> Keys:
     return values ^ (values >> np.uint64(31))
 
 
-def _reduced(function: np.ufunc, values: NDArray, counts: NDArray[np.int64], without: np.generic) -> NDArray:  # type: ignore[type-arg]
-    """Reduces the values of each sentence, of which it has `counts`; `without` is the result for none."""
-    result = np.full(len(counts), without)
+def _reduced(function: np.ufunc, values: NDArray, counts: NDArray[np.int64]) -> NDArray:  # type: ignore[type-arg]
+    """Reduces the values of each sentence, of which it has `counts`; gives 0 for one that has none."""
+    result = np.zeros(len(counts), values.dtype)
     if len(values):
         result[counts > 0] = function.reduceat(values, (np.cumsum(counts) - counts)[counts > 0])
     return result

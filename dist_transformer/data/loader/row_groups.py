@@ -3,8 +3,8 @@
 import logging
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -57,8 +57,7 @@ class SplitPlaces:
     """Locations of a split's row groups, by their number in the split."""
 
     def __init__(self, folder: Path, split: Split) -> None:
-        self._folder = folder
-        self._shards = split.shards
+        self._folder, self._shards = folder, split.shards
         self._first_groups = [0, *accumulate(len(shard.row_groups) for shard in split.shards)]
         self._first_rows = [0, *accumulate(sum(group.rows for group in shard.row_groups) for shard in split.shards)]
 
@@ -68,14 +67,9 @@ class SplitPlaces:
     def __getitem__(self, row_group: int) -> RowGroupPlace:
         number = bisect_right(self._first_groups, row_group) - 1
         shard, index = self._shards[number], row_group - self._first_groups[number]
-        rows_before = sum(group.rows for group in shard.row_groups[:index])
-        return RowGroupPlace(
-            file=shard.file if shard.is_in_place else str(self._folder / shard.file),
-            index=index,
-            rows=shard.row_groups[index].rows,
-            first_row=self._first_rows[number] + rows_before,
-            is_in_place=shard.is_in_place,
-        )
+        file = shard.file if shard.is_in_place else str(self._folder / shard.file)
+        first_row = self._first_rows[number] + sum(group.rows for group in shard.row_groups[:index])
+        return RowGroupPlace(file, index, shard.row_groups[index].rows, first_row, shard.is_in_place)
 
 
 class RowGroupTables:
@@ -87,15 +81,11 @@ class RowGroupTables:
     def __reduce__(self) -> tuple[type["RowGroupTables"], tuple[()]]:
         return type(self), ()
 
-    def read(self, place: RowGroupPlace, columns: Iterable[str]) -> pa.Table:
+    def read(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
         """Reads these columns (dots reach into nested ones) of a row group; UnreadableRowGroup if it cannot be read."""
-        names = list(columns)
-
-        def warn(reason: str) -> None:
-            log.warning("%s: row group %d: %s", place.file, place.index, reason)
-
+        warn = partial(log.warning, "%s: row group %d: %s", place.file, place.index)
         try:
-            table = with_retries(lambda: self._read_once(place, names), warn)
+            table = with_retries(lambda: self._read_once(place, columns), warn)
         except read_errors() as error:
             raise UnreadableRowGroup(reason_of(error), is_outage(error)) from error
         if table.num_rows != place.rows:

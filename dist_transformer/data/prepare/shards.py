@@ -52,11 +52,7 @@ def count_tokens(rows: pa.Table) -> tuple[int, int]:
 
 
 def write_shard(
-    table: pa.Table,
-    folder: Path,
-    file: str,
-    row_group_rows: int,
-    num_tokens: Callable[[pa.Table], tuple[int, int]] = count_tokens,
+    table: pa.Table, folder: Path, file: str, row_group_rows: int, num_tokens: Callable[[pa.Table], tuple[int, int]]
 ) -> Shard:
     """Writes `<folder>/<file>` completely or not at all; the same table gives the same bytes.
 
@@ -75,9 +71,7 @@ def write_shard(
 
 def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int) -> None:
     """Draws the keys of a chunk's rows from (seed, number of the corpus, chunk), and writes the rows sorted by key."""
-    keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(
-        KEY_LIMIT, size=table.num_rows, dtype=np.int64
-    )
+    keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(KEY_LIMIT, size=table.num_rows)
     order = np.argsort(keys, kind="stable")
     keyed = table.take(pa.array(order)).append_column("key", pa.array(keys[order]))
     with replacing(path) as temporary:

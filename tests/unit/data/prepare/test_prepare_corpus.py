@@ -14,7 +14,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare import chunks, scan, shards
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
-from dist_transformer.data.prepare.shards import token_table, write_shard
+from dist_transformer.data.prepare.shards import count_tokens, token_table, write_shard
 from dist_transformer.errors import DataError
 
 pytestmark = pytest.mark.slow
@@ -164,7 +164,7 @@ def test_a_taken_model_that_is_missing_or_damaged_is_named(tmp_path: Path):
 def test_ids_take_two_bytes_until_the_vocabulary_needs_four(tmp_path: Path):
     for vocabulary, expected in ((65_528, pa.uint16()), (65_536, pa.uint32())):
         table = token_table([0], [[1, 2]], [[3, 2]], (vocabulary, 8))
-        write_shard(table, tmp_path, "shards/x.parquet", 8)
+        write_shard(table, tmp_path, "shards/x.parquet", 8, count_tokens)
         schema = pq.read_schema(tmp_path / "shards" / "x.parquet")
         assert schema.field("source").type.value_type == expected
         assert schema.field("target").type.value_type == pa.uint16()
