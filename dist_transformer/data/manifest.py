@@ -67,8 +67,7 @@ class TextColumns:
     """Columns of shards that hold text, which is tokenized when it is read.
 
     Attributes:
-        source: name of the column; dots reach into nested ones.
-        target: as `source`.
+        source: name of the column, dots reach into nested ones; `target` likewise.
         prefix: the tags, each with a space after it, which the reader prepends to each source sentence.
     """
 
@@ -231,8 +230,7 @@ def _manifest_from_json(value: Any, path: Path) -> Manifest:
 def _contradiction(manifest: Manifest) -> str | None:
     """Finds files outside the folder, and counts that differ from their sums."""
     shards = [shard for split in manifest.splits.values() for shard in split.shards if not shard.is_in_place]
-    files = [manifest.tokenizer.source, manifest.tokenizer.target, *(shard.file for shard in shards)]
-    for file in files:
+    for file in [manifest.tokenizer.source, manifest.tokenizer.target, *(shard.file for shard in shards)]:
         if not file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
             return f"names {file!r}, which is no file of the prepared folder"
     for name, split in manifest.splits.items():

@@ -89,8 +89,8 @@ def train_aligner(pairs: Iterable[Pair], num_target: int) -> Lexicon:
 
 def _cells(pairs: Iterable[Pair], num_target: int) -> tuple[Ints, Ints, Ints, Floats]:
     """Returns the keys of all cells, the target tokens with the number of cells of each, and (1 - NULL_SHARE) * prior."""
-    keys, targets, sizes, priors = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)], []
-    num_cells = 0
+    keys, targets, sizes = ([np.empty(0, np.int64)] for _ in range(3))
+    priors, num_cells = [np.empty(0, np.float32)], 0
     for source, target in pairs:
         num_cells += len(source) * len(target)
         if num_cells > MOST_CELLS:
@@ -101,9 +101,4 @@ def _cells(pairs: Iterable[Pair], num_target: int) -> tuple[Ints, Ints, Ints, Fl
         places_S, places_T = ((np.arange(len(side)) + 0.5) / len(side) for side in (source, target))
         prior_TS = np.exp(-TENSION * np.abs(places_S[None, :] - places_T[:, None]))
         priors.append(((1 - NULL_SHARE) * prior_TS / prior_TS.sum(1, keepdims=True)).astype(np.float32).ravel())
-    return (
-        np.concatenate(keys),
-        np.concatenate(targets),
-        np.concatenate(sizes),
-        np.concatenate([np.empty(0, np.float32), *priors]),
-    )
+    return np.concatenate(keys), np.concatenate(targets), np.concatenate(sizes), np.concatenate(priors)

@@ -11,6 +11,7 @@ command begins anew if it was killed.
 import os
 from collections import Counter
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,15 @@ def _remove(work: Path) -> None:
 
 def _save_keys(config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress) -> list[Path]:
     """Writes the keys of a corpus, chunk by chunk; returns the paths for `Comparison`."""
-    keys, paths, corpus = ChunkKeys(), list[Path](), config.data.training_corpora()[name]
-    for batch in read_corpus(corpus, config.data, BATCH_ROWS, scores=cleaner.settings.scores):
-        if batch.first_row % CHUNK_ROWS == 0 and batch.first_row:
-            keys.save(paths[-1])
-            keys = ChunkKeys()
-        if batch.first_row % CHUNK_ROWS == 0:
-            paths.append(_chunk(work, name, batch.first_row))
-        keys.add(cleaner.clean(batch), batch.first_row)
-        progress(f"{name} keys", batch.first_row, None)
-    keys.save(paths[-1])
+    paths, corpus = list[Path](), config.data.training_corpora()[name]
+    batches = read_corpus(corpus, config.data, BATCH_ROWS, scores=cleaner.settings.scores)
+    for path, of_chunk in groupby(batches, lambda batch: _chunk(work, name, batch.first_row)):
+        keys = ChunkKeys()
+        for batch in of_chunk:
+            keys.add(cleaner.clean(batch), batch.first_row)
+            progress(f"{name} keys", batch.first_row, None)
+        keys.save(path)
+        paths.append(path)
     return paths
 
 

@@ -136,7 +136,6 @@ def _unpacked(file: str) -> io.BufferedReader | lzma.LZMAFile:
 
 def _aligned_lines(source: str, target: str) -> Iterator[tuple[bytes, bytes]]:
     sides = read_lines(source), read_lines(target)
-    number = 0
     for number, (source_line, target_line) in enumerate(itertools.zip_longest(*sides), start=1):
         if source_line is None or target_line is None:
             longer = number + sum(1 for _ in itertools.chain(*sides))

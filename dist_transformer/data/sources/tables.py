@@ -45,7 +45,7 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
     """
     lines = read_lines(file)
     head: list[bytes] = []
-    while (line := next(lines, None)) is not None:  # up to the first that is not empty
+    for line in lines:  # up to the first that is not empty
         head.append(line)
         if line.strip():
             break
@@ -68,7 +68,8 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
 
 def _csv_rows(file: str, drop: bool) -> Iterator[list[str]]:
     csv.field_size_limit(MOST_CHARACTERS_OF_A_CELL)
-    rows = csv.reader(_text_lines(file, drop), strict=True)
+    lines = (_decoded(file, number, line, drop) for number, line in enumerate(read_complete_lines(file), start=1))
+    rows = csv.reader(lines, strict=True)
     try:
         yield from rows
     except csv.Error as error:
@@ -79,13 +80,12 @@ def _csv_rows(file: str, drop: bool) -> Iterator[list[str]]:
         ) from error
 
 
-def _text_lines(file: str, drop: bool) -> Iterator[str]:
-    """Yields lines with their ends; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
-    for number, line in enumerate(read_complete_lines(file), start=1):
-        try:
-            yield line.decode("utf-8", errors="surrogateescape" if drop else "strict")
-        except UnicodeDecodeError:
-            raise encoding_error(file, number, line) from None
+def _decoded(file: str, number: int, line: bytes, drop: bool) -> str:
+    """Decodes a line; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
+    try:
+        return line.decode("utf-8", errors="surrogateescape" if drop else "strict")
+    except UnicodeDecodeError:
+        raise encoding_error(file, number, line) from None
 
 
 def valid_pairs(pairs: Sequence[tuple[Any, ...]], refused_at: str | None = None, first: int = 0) -> Pairs:
@@ -109,9 +109,7 @@ def valid_pairs(pairs: Sequence[tuple[Any, ...]], refused_at: str | None = None,
 
 def _json_object(file: str, number: int, line: bytes, drop: bool) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8", errors="surrogateescape" if drop else "strict")) if line.strip() else {}
-    except UnicodeDecodeError:
-        raise encoding_error(file, number, line) from None
+        row = json.loads(_decoded(file, number, line, drop)) if line.strip() else {}
     except (ValueError, RecursionError) as error:
         problem = "too deep" if isinstance(error, RecursionError) else "a number of over 4,300 digits"
         problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else problem
