@@ -60,8 +60,7 @@ class Audit:
         lanes = {int(lane): np.asarray(rows, dtype=np.int64) for lane, rows in record["rows"].items()}
         if record["batch_digest"] != batch_digest(lanes):
             self.wrong_digests.append(record["step"])
-        epoch = 0 if self._has_weights else record["epoch"]
-        self._uses.setdefault(epoch, []).extend(lanes.values())
+        self._uses.setdefault(0 if self._has_weights else record["epoch"], []).extend(lanes.values())
         self.num_batches += 1
 
     def usages(self) -> Iterator[Usage]:

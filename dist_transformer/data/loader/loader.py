@@ -48,8 +48,7 @@ class MicroBatch:
         return lane_digest(self.lane, self.row_ids.numpy())
 
     def pairs_by_corpus(self, num_corpora: int) -> list[int]:
-        counts: list[int] = torch.bincount(self.row_ids >> CORPUS_SHIFT, minlength=num_corpora).tolist()
-        return counts
+        return torch.bincount(self.row_ids >> CORPUS_SHIFT, minlength=num_corpora).tolist()
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class LaneLoader:
 
     Args:
         builder: builds windows from requests, here or in a loader process.
-        planner: plans the requests.
         position: position of all lanes.
         batch: number of the next global batch.
         lanes: lanes of this rank, ascending.
@@ -133,8 +131,7 @@ class LaneLoader:
         """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""
         position = Position.start(self._planner.repartition(self.partition, lanes, batch, len(lanes)))
         self.partition, self._plan = position.partition, self._planner.plan(position.partition)
-        begun = {lane for lane in self._current if position.partition.open_windows[lane]}
-        self._current = {lane: batches for lane, batches in self._current.items() if lane in begun}
+        self._current = {lane: batches for lane, batches in self._current.items() if self.partition.open_windows[lane]}
         self._lanes = {lane: position.lanes[lane] for lane in self._lanes}
         self._restart(batch)
 

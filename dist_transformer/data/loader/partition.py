@@ -21,7 +21,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dist_transformer.data.loader import window_request
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
@@ -75,10 +74,8 @@ class Stream:
     def after(self, quota: int, left: Sequence[Span], rows_of_pass: int) -> "Stream":
         """Returns the stream without its first `quota` rows, of which the spans `left` return to the front."""
         pending = [piece for first, last in left for piece in self.cut(first, last, rows_of_pass)]
-        num_pending = self.num_pending
-        whole_passes = -(-max(quota - num_pending, 0) // rows_of_pass)
-        end = num_pending + whole_passes * rows_of_pass
-        pending += self.cut(quota, end, rows_of_pass)
+        whole_passes = -(-max(quota - self.num_pending, 0) // rows_of_pass)
+        pending += self.cut(quota, self.num_pending + whole_passes * rows_of_pass, rows_of_pass)
         return Stream(tuple(pending), self.next_pass + whole_passes)
 
     def _pieces(self, rows: int, rows_of_pass: int) -> Iterator[Piece]:
@@ -214,9 +211,7 @@ class PartitionPlan:
     """The windows of one segment. The open windows of a lane come first in its numbering."""
 
     def __init__(self, planner: Planner, partition: Partition) -> None:
-        self._planner = planner
-        self._partition = partition
-        self._num_lanes = len(partition.open_windows)
+        self._planner, self._partition, self._num_lanes = planner, partition, len(partition.open_windows)
         self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
         self._rows: dict[tuple[int, int], int] = {}
 
@@ -243,15 +238,12 @@ class PartitionPlan:
     def rest(self, lane: int, window: int, emitted: int) -> tuple[tuple[OpenWindow, ...], tuple[tuple[Span, ...], ...]]:
         """Returns what the lane has not handed out at this position: open windows, and spans of each corpus's stream."""
         opened = self._partition.open_windows[lane]
-        if window < len(opened):
-            current: tuple[OpenWindow, ...] = (OpenWindow(opened[window].request, emitted), *opened[window + 1 :])
-            own = 0
-        elif emitted:
-            current, own = (OpenWindow(self.request(lane, window), emitted),), window + 1 - len(opened)
-        else:
-            current, own = (), window - len(opened)
+        left, own = opened[window:], max(window - len(opened), 0)
+        if emitted:
+            begun = OpenWindow(self.request(lane, window), emitted)
+            left, own = (begun, *left[1:]), max(window + 1 - len(opened), 0)
         corpora = range(len(self._partition.streams))
-        return current, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora)
+        return left, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora)
 
     def _rest_spans(self, corpus: int, lane: int, own: int) -> Iterator[Span]:
         if own < self._num_own(lane):
@@ -300,11 +292,9 @@ class _PassOrder:
 
     def __init__(self, group_rows: Sequence[int], seed: int, corpus: int, number: int) -> None:
         self._corpus, self._number = corpus, number
-        order = window_request.random_generator(seed, window_request.PURPOSE_PLAN, corpus, number).permutation(
-            len(group_rows)
-        )
-        self._order: NDArray[np.int64] = order
-        self._ends: NDArray[np.int64] = np.cumsum(np.asarray(group_rows, dtype=np.int64)[order])
+        random = window_request.random_generator(seed, window_request.PURPOSE_PLAN, corpus, number)
+        self._order = random.permutation(len(group_rows))
+        self._ends = np.cumsum(np.asarray(group_rows, dtype=np.int64)[self._order])
 
     def slices(self, first: int, last: int) -> Iterator[RowSlice]:
         place = int(np.searchsorted(self._ends, first, side="right"))

@@ -109,18 +109,13 @@ def _from_json(value: Mapping[str, Any]) -> Position:
     )
     quarantined = tuple(Quarantined(**{**entry, "key": WindowKey(**entry["key"])}) for entry in value["quarantined"])
     ever_quarantined = tuple((corpus, row_group) for corpus, row_group in value["left_out"])
-    return Position(
-        partition, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined, ever_quarantined
-    )
+    lanes = tuple((window, emitted) for window, emitted in value["lanes"])
+    return Position(partition, lanes, quarantined, ever_quarantined)
 
 
 def _open_to_json(window: OpenWindow) -> dict[str, Any]:
-    request = window.request
-    return {
-        "key": list(astuple(request.key)),
-        "slices": [list(astuple(piece)) for piece in request.slices],
-        "emitted": window.emitted,
-    }
+    slices = [list(astuple(piece)) for piece in window.request.slices]
+    return {"key": list(astuple(window.request.key)), "slices": slices, "emitted": window.emitted}
 
 
 def _open_from_json(value: Mapping[str, Any]) -> OpenWindow:

@@ -49,9 +49,8 @@ class RowsRead:
     """The rows of a window, and the counts of the others.
 
     Attributes:
-        rows: rows to train on.
         dropped: number of rows dropped by rule (see filters.RULES); only for text tokenized on the fly.
-        lost: quarantined row groups, newly or by the request.
+        quarantined: row groups left out, newly or by the request.
     """
 
     rows: Rows
@@ -65,12 +64,10 @@ class RowReader:
     Args:
         folder: the prepared folder.
         sampling: share of merges left out, or alpha of unigram sampling, where text is tokenized; 0: none.
-        seed: seed of the run.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, data: DataConfig, sampling: float, seed: int) -> None:
-        self._folder = folder
-        self._data = data
+        self._folder, self._data = folder, data
         self._splits, self._recipe = manifest.splits, manifest.recipe
         self._tables = RowGroupTables()
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
@@ -177,5 +174,4 @@ def joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:
 def _joined_column(columns: Sequence[TokenColumn]) -> tuple[Ints, Ints]:
     """Returns the ids of all rows, and the offsets of the rows."""
     ids = np.concatenate([np.empty(0, np.int64), *(column.ids for column in columns)], dtype=np.int64)
-    lengths = np.concatenate([np.zeros(1, np.int64), *(column.lengths for column in columns)])
-    return ids, np.cumsum(lengths)
+    return ids, np.cumsum(np.concatenate([np.zeros(1, np.int64), *(column.lengths for column in columns)]))

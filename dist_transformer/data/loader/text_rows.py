@@ -1,7 +1,7 @@
 """Rows of text, tokenized in the loader as `prepare` would, optionally modified and with subword sampling."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import chain, compress
 from pathlib import Path
@@ -32,7 +32,6 @@ class Sampler:
     Attributes:
         folder: the prepared folder that contains `files`.
         sampling: share of merges left out, or alpha of unigram sampling; 0: none.
-        seed: seed of the run.
     """
 
     folder: Path
@@ -44,8 +43,7 @@ class Sampler:
         """Returns the result of `tokenize`; random draws in it depend only on this key and the sentences."""
         if not self.sampling:
             return tokenize()
-        index = (key.epoch, key.segment, key.lane, key.window)
-        seed = int(random_generator(self.seed, PURPOSE_SAMPLING, *index).integers(SEED_LIMIT))
+        seed = int(random_generator(self.seed, PURPOSE_SAMPLING, *astuple(key)).integers(SEED_LIMIT))
         return with_sampling_seed(seed, tokenize)
 
     def encode(self, source: Sequence[str], target: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
@@ -58,8 +56,7 @@ class Sampler:
 
     def probe(self) -> str:
         """Returns a digest of the ids of a text of the tokenizer's own pieces: sentencepiece's versions may differ."""
-        tokenizer = _load(self.folder / self.files.source, self.folder / self.files.target)
-        source, target = tokenizer.text_of_pieces()
+        source, target = _load(self.folder / self.files.source, self.folder / self.files.target).text_of_pieces()
         return json_digest(with_sampling_seed(1, lambda: self.encode([source], [target])))[:16]
 
 

@@ -63,10 +63,8 @@ class WindowBuilder:
     """Builds windows. Has no open files itself: safe to send to another process.
 
     Args:
-        reader: reads the rows of a window.
         max_tokens: largest micro-batch, padding included.
         special: `pad` fills rows.
-        seed: seed of the run.
     """
 
     def __init__(self, reader: RowReader, max_tokens: int, special: SpecialTokens, seed: int) -> None:
