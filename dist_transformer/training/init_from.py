@@ -45,8 +45,7 @@ def initialise(
     Raises:
         UserError: the same on every rank: there is no such model, or it does not fit.
     """
-    path = Path(str(config.training.init_from))
-    found = run_on_rank_zero(ranks, lambda: _found(path), progress)
+    found = run_on_rank_zero(ranks, lambda: _found(Path(str(config.training.init_from))), progress)
     tokenizers = (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256)
     here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
     fit = _load(model, found, here, config.training.init_partially)

@@ -83,8 +83,7 @@ def cgroup_allowances(cgroups: Path, membership: str) -> list[Allowance]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        version = _VERSION_1 if controllers else _VERSION_2
-        root = cgroups / "memory" if controllers else cgroups
+        root, version = (cgroups / "memory", _VERSION_1) if controllers else (cgroups, _VERSION_2)
         here = root / path.lstrip("/")
         for folder in (here, *(parent for parent in here.parents if parent.is_relative_to(root))):
             with suppress(OSError, ValueError):  # `max`, meaning no limit, is no number

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,11 +111,8 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
 def newest_run_id(run_dir: RunDir) -> str | None:
     """Returns the run id of the newest checkpoint with a readable state; None if there is none."""
     for path in reversed(saved(run_dir)):
-        try:
-            run_id = read_file(path / STATE)["run_id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        return str(run_id)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(read_file(path / STATE)["run_id"])
     return None
 
 
@@ -283,10 +281,8 @@ def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
 
 def delete(path: Path) -> None:
     """Deletes a checkpoint in two steps, so that a kill in between leaves no incomplete folder under its name."""
-    if not os.path.lexists(path):
-        return
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
+        path.unlink(missing_ok=True)
         return
     trash = path.with_name(path.name + ".trash")
     shutil.rmtree(trash, ignore_errors=True)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -64,9 +65,7 @@ def write_final_model(
     of_corpus = {each.name: getattr(manifest, each.name) for each in fields(ModelInformation) if each.name != "step"}
     information = ModelInformation(**of_corpus, step=read_json(used[-1] / STATE)["step"])
     part = "ema" if choice.kind == "ema" else "weight"
-    weights = average_weights(
-        [Weights(path, part) for path in used], lambda done, total: show("averaging", done, total)
-    )
+    weights = average_weights([Weights(path, part) for path in used], partial(show, "averaging"))
     made_of = f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
     origin = Origin(f"{made_of} of the run {run_dir.name}", [*_corpora_in_words(manifest)])
     tokenizer = TokenizerFiles(prepared / files.source, target)
