@@ -118,9 +118,8 @@ class RunData:
         self._refuse_other_shares(checkpoint, position)
         if lanes_before == self.config.data.lanes:
             return position
-        batch = checkpoint.state["batches"]
         partition = self.planner_of(lanes_before).repartition(
-            position.partition, position.lanes, batch, self.config.data.lanes
+            position.partition, position.lanes, checkpoint.state["batches"], self.config.data.lanes
         )
         return replace(position, partition=partition, lanes=Position.start(partition).lanes)
 

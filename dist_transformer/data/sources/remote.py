@@ -11,7 +11,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
@@ -197,13 +197,12 @@ def _answers_ranges(remote: Any) -> bool:
         return True
     if not remote.size:
         return False
-    try:
+    with suppress(ValueError):
         remote.seek(remote.size - 1)
         remote.read(1)
         remote.seek(0)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _info(file: str) -> dict[str, Any]:
