@@ -34,8 +34,7 @@ def newest_log(run_dir: RunDir) -> Path | None:
 
 def log_of_run(run_dir: RunDir, job_id: str | None) -> Path | None:
     """The log of job `job_id`; before it has one, the newest log of the run."""
-    own = log_of_job(run_dir, job_id) if job_id else None
-    return own or newest_log(run_dir)
+    return (log_of_job(run_dir, job_id) if job_id else None) or newest_log(run_dir)
 
 
 def wait_for_log(

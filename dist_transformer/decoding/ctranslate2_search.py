@@ -75,7 +75,10 @@ class CTranslate2Searcher:
         self._source_tokens, self._target_tokens = ctranslate2_export.read_vocabularies(folder)
         self._target_id = {token: number for number, token in enumerate(self._target_tokens)}
         self.max_positions = exported.max_positions
-        place: dict[str, Any] = {"device": device.type, "intra_threads": _num_threads()}
+        # Threads besides CTranslate2's own. With as many helpers as processors, OpenMP counts too many threads
+        # and lets them sleep between operations: single sentences then took five to ten times as long on two processors.
+        helpers = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
+        place: dict[str, Any] = {"device": device.type, "intra_threads": helpers}
         if device.type == "cuda":
             place["device_index"] = device.index or 0
         try:
@@ -133,9 +136,3 @@ class CTranslate2Searcher:
         ids = [[self._target_id[token] for token in tokens] for tokens in texts]
         found = zip(ids, scores, penalties, strict=True)
         return [Hypothesis(tokens, score / penalty, score) for tokens, score, penalty in found]
-
-
-def _num_threads() -> int:
-    """Number of threads besides CTranslate2's own. With as many helpers as processors, OpenMP counts too many threads
-    and lets them sleep between operations: single sentences then took five to ten times as long on two processors."""
-    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))

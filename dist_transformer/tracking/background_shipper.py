@@ -48,19 +48,16 @@ class BackgroundShipper:
 
     def _run(self) -> None:
         try:
-            self._wait_for_predecessors()
+            # Waits for abandoned threads of this folder, whose last request must have ended before the run is opened.
+            for thread in threading.enumerate():
+                if thread.name == self._thread.name and thread is not self._thread:
+                    thread.join(PREDECESSOR_SECONDS)
             self._deliver_until_closed()
         except Abandoned:
             return
         except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is logged, and training continues
             report = without_secrets(traceback.format_exc())
             logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
-
-    def _wait_for_predecessors(self) -> None:
-        """Waits for abandoned threads of this folder, whose last request must have ended before the run is opened."""
-        for thread in threading.enumerate():
-            if thread.name == self._thread.name and thread is not self._thread:
-                thread.join(PREDECESSOR_SECONDS)
 
     def _deliver_until_closed(self) -> None:
         """One warning when the server stops answering, one line when it caught up, growing waits in between."""

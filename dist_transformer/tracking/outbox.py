@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,29 +94,25 @@ class DeliveryState:
         if self.uri in (None, address):
             return False
         old, new = (Path(uri.removeprefix("sqlite:///")) for uri in (str(self.uri), address))
-        was_moved = (
+        return not (
             new.is_absolute() and new.is_file() and old.is_absolute() and not old.exists() and old.name == new.name
         )
-        return not was_moved
 
     def forget_server(self) -> None:
         """Marks everything as undelivered: the whole history will be sent."""
         self.mlflow_run_id, self.sent, self.outbox_offset, self.ahead = None, {}, 0, {}
 
     def save(self, path: Path) -> None:
-        write_json(path, _adapter().dump_python(self, by_alias=True))
+        write_json(path, _ADAPTER.dump_python(self, by_alias=True))
 
 
-@cache
-def _adapter() -> TypeAdapter[DeliveryState]:
-    """Reads and writes tracking.json; made once, since a state is saved after every delivery."""
-    return TypeAdapter(DeliveryState)
+_ADAPTER = TypeAdapter(DeliveryState)  # made once, since a state is saved after every delivery
 
 
 def load_memory(path: Path, run_name: str, run_id: str | None = None) -> DeliveryState:
     """The delivery state in this file; if none is usable, a new one of this run, not yet written."""
     try:
-        return _adapter().validate_json(path.read_bytes())
+        return _ADAPTER.validate_json(path.read_bytes())
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:

@@ -46,7 +46,12 @@ def report_text(report: dict[str, Any]) -> str:
     sections = [
         "# Prepared corpus",
         "\n".join(table(["corpus", "pairs read", "kept", "source tokens", "target tokens"], sizes, is_markdown=True)),
-        *_estimates(corpora),
+        *(
+            f"{name}: tokenized on the fly, so tokens and lengths are estimated from its first "
+            f"{each['estimated_from_rows']:,} pairs, and pairs too long or out of proportion are dropped in training."
+            for name, each in corpora.items()
+            if each["estimated_from_rows"] is not None
+        ),
         "## Pairs dropped, by rule",
         "\n".join(table(["corpus", *rules], dropped, is_markdown=True)),
         *filter(None, ["\n".join(_examples(corpora))]),
@@ -63,16 +68,6 @@ _SIZES = ("read_rows", "rows", "source_tokens", "target_tokens")
 
 def _numbers(values: Iterable[float]) -> list[str]:
     return [f"{value:,}" for value in values]
-
-
-def _estimates(corpora: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns a note for each corpus whose numbers are estimates."""
-    return [
-        f"{name}: tokenized on the fly, so tokens and lengths are estimated from its first "
-        f"{each['estimated_from_rows']:,} pairs, and pairs too long or out of proportion are dropped in training."
-        for name, each in corpora.items()
-        if each["estimated_from_rows"] is not None
-    ]
 
 
 def _examples(corpora: dict[str, dict[str, Any]]) -> Iterator[str]:
