@@ -96,9 +96,8 @@ def checked_submission(
         VARIABLE in line for line in (*config.slurm.setup, *config.slurm.environment)
     ):
         address_of(config.tracking)  # the job inherits the variable: raises if it holds no address
-    text = to_yaml(with_absolute_paths(config, None))
     submission = plan_submission(
-        config, text, run_dir, num_parameters_of(config), stages=stages, after=after,
+        config, to_yaml(with_absolute_paths(config, None)), run_dir, num_parameters_of(config), stages=stages, after=after,
         problems=[*memory_problems(config), *first_pairs_problems(config)], dry_run=dry_run,
     )  # fmt: skip
     return submission, config.slurm

@@ -143,8 +143,7 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
     Raises:
         SlurmError: the controller does not answer.
     """
-    config = _call(["scontrol", "show", "config"])
-    port = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
+    port = re.search(r"^SlurmdPort\s*=\s*(\d+)", _call(["scontrol", "show", "config"]), re.MULTILINE)
     lines = _call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)]).splitlines()
     found = [_fields(line) for line in lines if line.startswith("NodeName=")]
     default = port[1] if port else "6818"

@@ -103,8 +103,7 @@ def translate_together(
         mine = number * ranks.num_ranks + ranks.rank
         if mine < len(batches):
             with failures_named(ranks):
-                translated = _search(searcher, tokenizer, batches[mine])
-                for part, (best, *_) in zip(batches[mine], translated, strict=True):
+                for part, (best, *_) in zip(batches[mine], _search(searcher, tokenizer, batches[mine]), strict=True):
                     found[part.line, part.number] = best.text
         progress()
 

@@ -65,8 +65,7 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
         weights["target_embedding.weight"] = filled(_reordered(target_VD, (1,), order_D), target, 0.0)
     weights["source_embedding.weight"] = filled(_reordered(source_VD, (1,), order_D), source, 0.0)
     if not config.tied_output:
-        output_VD = _take(left, ("lm_head.weight",))
-        weights["output.weight"] = filled(_reordered(output_VD, (1,), order_D), target, 0.0)
+        weights["output.weight"] = filled(_reordered(_take(left, ("lm_head.weight",)), (1,), order_D), target, 0.0)
     bias_1V = left.pop("final_logits_bias", torch.zeros(1, target.imported))
     weights["output_bias"] = filled(bias_1V.view(-1), target, UNREACHABLE)
     tied = ("lm_head.", "model.shared.", "model.encoder.embed_tokens.", "model.decoder.embed_tokens.")
@@ -86,8 +85,7 @@ def to_marian(
     order_D = _order(config.d_model).argsort()
     tensors = {}
     for name, theirs, axes in layer_tensors(config):
-        parts = _reordered(weights[name], axes, order_D).chunk(len(theirs))
-        tensors.update(dict(zip(theirs, parts, strict=True)))
+        tensors.update(dict(zip(theirs, _reordered(weights[name], axes, order_D).chunk(len(theirs)), strict=True)))
     source_VD = weights["source_embedding.weight"][:num_source, order_D]
     if config.shared_embeddings:
         tensors["model.shared.weight"] = source_VD

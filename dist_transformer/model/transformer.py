@@ -279,8 +279,7 @@ class Transformer(nn.Module):
     def _embed(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
         """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4)."""
         scaled_BTD = embedding(token_BT) * self.embedding_scale
-        embedded_BTD = scaled_BTD + positions(start, token_BT.shape[1], scaled_BTD)
-        return self.embedding_dropout(embedded_BTD.to(self._dtype))  # type: ignore[no-any-return]
+        return self.embedding_dropout((scaled_BTD + positions(start, token_BT.shape[1], scaled_BTD)).to(self._dtype))  # type: ignore[no-any-return]
 
     @property
     def _dtype(self) -> torch.dtype:

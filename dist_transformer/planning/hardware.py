@@ -49,8 +49,7 @@ class Hardware:
     def achieved_tflops(self, precision: str) -> float:
         """TFLOP/s of a whole model: layer norms, dropout and small matrices are slower than large products."""
         rate = self.single_tflops if precision == "fp32" else self.half_tflops
-        reached = 1.0 if rate.source == MEASURED else self.matmul_share.value
-        return rate.value * reached * self.model_share.value
+        return rate.value * (1.0 if rate.source == MEASURED else self.matmul_share.value) * self.model_share.value
 
 
 def _gpu(memory_gb: float, half: float, single: float, bandwidth: float, link: float, network: float) -> Hardware:

@@ -154,12 +154,11 @@ def _moments(state: _State, batch: Activations, stage: int, precision: str, is_r
     # Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
     reducing = 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
-    taken_over = left if stage == 2 else 0
     # The last gathered buffer is freed with the last layer whose weights it holds, before the logits are computed.
     return {
         "forward": always + left + kept + state.gathered + max(batch.logits, state.fetched),
         "backward": always + left + buffer + kept + batch.recomputed + batch.first_gradients + state.gathered,
-        "gradients": always + taken_over + reducing + first_reduced,
+        "gradients": always + (left if stage == 2 else 0) + reducing + first_reduced,
         # Stage 3 has its gradients in fp32 besides, and as a copy in fp16; offload none of them. Adam is one kernel.
         "update": always + state.flat + (state.flat // 2 if precision == "fp16" and stage == 3 else 0),
     }

@@ -124,8 +124,7 @@ def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tupl
     for key, (title, unit) in TITLES.items():
         yield f"validation-{key.replace('_', '-')}", f"validation {title}", unit, "validation", key
     names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
-    corpora = dict.fromkeys(name.rpartition("/")[0] for name in names if "/" in name)
-    for number, corpus in enumerate(corpora):
+    for number, corpus in enumerate(dict.fromkeys(name.rpartition("/")[0] for name in names if "/" in name)):
         for key in OF_FURTHER_CORPORA:
             title, unit = TITLES[key]
             yield f"corpus-{number}-{key}", f"{corpus} {title}", unit, "validation", f"{corpus}/{key}"

@@ -70,8 +70,7 @@ def orthogonalize(matrices: Sequence[Tensor]) -> None:
         alike = [matrix for matrix in matrices if matrix.shape == shape]
         size = max(1, MOST_ELEMENTS // shape.numel())
         for batch in (alike[first : first + size] for first in range(0, len(alike), size)):
-            results = _orthogonalized(torch.stack(batch)) * (SCALE * math.sqrt(max(shape)))
-            torch._foreach_copy_(batch, list(results))
+            torch._foreach_copy_(batch, list(_orthogonalized(torch.stack(batch)) * (SCALE * math.sqrt(max(shape)))))
 
 
 def _orthogonalized(matrices_BMN: Tensor) -> Tensor:
