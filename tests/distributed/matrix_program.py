@@ -1,6 +1,6 @@
 """Every combination of stage, precision and option on real gloo ranks; `python matrix_program.py --write` makes the page.
 
-As a rank, `matrix_program.py RESULTS` trains them one after another on the same four lanes, and rank 0 writes what came
+`matrix_program.py RESULTS NUM_RANKS` trains them one after another on the same four lanes, and rank 0 writes what came
 out as JSON: losses, gradient norms, what a gradient that was infinite on one rank moved, and whether the fragments of
 all ranks make up the whole state.
 """
@@ -31,10 +31,11 @@ from plain_torch import (  # noqa: E402
     tokens_of,
     train_on_plain_torch,
 )
+from running import Command  # noqa: E402
 
 from dist_transformer.config.checks import cross_problems  # noqa: E402
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig  # noqa: E402
-from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
+from dist_transformer.processes.launching import fork_local_ranks  # noqa: E402
 
 LANES, STEPS, CLIP, LEARNING_RATE = 4, 6, 0.2, 1e-2
 SKIPPED_AFTER = 3
@@ -106,11 +107,11 @@ def _plain(frozen: tuple[str, ...]) -> PlainRun:
     return train_on_plain_torch(steps(), LEARNING_RATE, CLIP, frozen)
 
 
-def launch(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+def launch(command: Command, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     """The results of all combinations on so many ranks."""
     results = folder / f"matrix_{num_ranks}.json"
-    code = start_local_ranks([str(results)], num_ranks, program=(sys.executable, __file__))
-    assert code == 0, f"matrix_program.py on {num_ranks} ranks ended with {code}"
+    code, said = command.program(Path(__file__), results, num_ranks)
+    assert code == 0, f"matrix_program.py on {num_ranks} ranks ended with {code}\n{said}"
     return json.loads(results.read_text(encoding="utf-8"))
 
 
@@ -292,9 +293,13 @@ def _not_tiled(engine: Any, ranks: Any) -> list[str]:
 def main() -> None:
     if sys.argv[1] == "--write":
         with tempfile.TemporaryDirectory() as folder:
-            PAGE.write_text(page([r for n in (1, 2, 3) for r in launch(n, Path(folder))]), encoding="utf-8")
+            command = Command(Path(folder))
+            PAGE.write_text(page([r for n in (1, 2, 3) for r in launch(command, n, Path(folder))]), encoding="utf-8")
+    elif "--everything" in sys.argv:
+        run_as_rank(Path(sys.argv[1]), takes_everything=True)
     else:
-        run_as_rank(Path(sys.argv[1]), "--everything" in sys.argv)
+        work = functools.partial(run_as_rank, Path(sys.argv[1]), takes_everything=False)
+        sys.exit(fork_local_ranks(work, int(sys.argv[2])))
 
 
 if __name__ == "__main__":

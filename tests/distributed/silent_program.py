@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import torch  # noqa: E402
 from plain_torch import TINY, VOCABULARY, ragged_batches, tokens_of  # noqa: E402
+from running import Command  # noqa: E402
 
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig  # noqa: E402
-from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
+from dist_transformer.processes.launching import fork_local_ranks  # noqa: E402
 
 FLIPS, RANKS = 100, 3
 KINDS = ("weights", "moments", "gradients")
@@ -45,10 +47,10 @@ class Flip:
     named: list[int]
 
 
-def launch(folder: Path) -> list[Flip]:
+def launch(command: Command, folder: Path) -> list[Flip]:
     results = folder / "flips.json"
-    code = start_local_ranks([str(results)], RANKS, program=(sys.executable, __file__))
-    assert code == 0, f"silent_program.py ended with {code}"
+    code, said = command.program(Path(__file__), results)
+    assert code == 0, f"silent_program.py ended with {code}\n{said}"
     return [Flip(**flip) for flip in json.loads(results.read_text(encoding="utf-8"))]
 
 
@@ -147,4 +149,4 @@ def flip(tensors: list[torch.Tensor], drawn: random.Random, bit: int) -> None:
 
 
 if __name__ == "__main__":
-    run_as_rank(Path(sys.argv[1]))
+    sys.exit(fork_local_ranks(partial(run_as_rank, Path(sys.argv[1])), RANKS))

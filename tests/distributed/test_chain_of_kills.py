@@ -4,17 +4,14 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Command, records, wait_for_step
+from running import Command, newest_step, records, wait_for_start, wait_for_step
 from test_resume import assert_same_run
-
-from dist_transformer.files import read_json
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +25,6 @@ MODIFIED = (
     "data.on_the_fly=true",
     "data.modifiers={upper_case: 0.2, no_final_punctuation: 0.2, typos: 0.2, noise: 0.1}",
 )
-START_SECONDS = 120
 END_SECONDS = 60
 
 
@@ -46,8 +42,8 @@ class Strikes:
         workers = f"data.loader_workers={victim == 'loader process':d}"
         process = self._command.start(*self._train, workers, "--ranks", num_ranks)
         self._starts += 1
-        self._wait_until_it_trains(process)
-        wait_for_step(self.run, self._newest_step() + self._random.randint(1, 4))
+        wait_for_start(process, self.run, self._starts)
+        wait_for_step(self.run, newest_step(self.run) + self._random.randint(1, 4))
         time.sleep(self._random.uniform(0, 0.3))  # the random moment: within a step, a save, a read
         ranks = [process.pid] if num_ranks == 1 else ranks_of(process.pid)
         assert len(ranks) == num_ranks, process.poll()
@@ -60,20 +56,6 @@ class Strikes:
     def finish(self, num_ranks: int) -> Path:
         self._command(*self._train, "--ranks", num_ranks)
         return self.run
-
-    def _wait_until_it_trains(self, process: "subprocess.Popen[str]") -> None:
-        """Until the records of the start before have been cut back to its checkpoint."""
-        deadline = time.monotonic() + START_SECONDS
-        while not (self.run / "run.json").exists() or read_json(self.run / "run.json")["starts"] < self._starts:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-
-    def _newest_step(self) -> int:
-        return max((record["step"] for record in records(self.run)), default=0) if self._has_records() else 0
-
-    def _has_records(self) -> bool:
-        return (self.run / "metrics.jsonl").exists()
 
 
 def children_of(pid: int) -> Iterator[int]:

@@ -1,12 +1,10 @@
 """A rank of a real run holds or computes something wrong, and no number shows it: it is found, named, and undone."""
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, Command, records, without
+from running import Command, records
 from silent_program import FLIPS, KINDS, launch
 from test_resume import assert_same_run
 
@@ -22,19 +20,15 @@ SETTINGS = ("data.audit=true", "training.max_steps=12", "checkpoints.every_steps
 def train(command: Command, fault: str, name: str, *overrides: str) -> tuple[int, str, Path]:
     """Trains on two ranks with a fault on rank 1: exit code, what was said, the run folder."""
     arguments = (fault, "1", "small.yaml", f"run.name={name}", *SETTINGS, *overrides, "2")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
-        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr, command.folder / "runs" / name
+    return *command.program(PROGRAM, *arguments), command.folder / "runs" / name
 
 
 def faults_of(run: Path) -> list[dict[str, object]]:
     return records(run, "fault", "history.jsonl")
 
 
-def test_every_flipped_bit_in_weights_moments_and_gradients_is_found_and_its_rank_named(tmp_path):
-    flips = launch(tmp_path)
+def test_every_flipped_bit_in_weights_moments_and_gradients_is_found_and_its_rank_named(command, tmp_path):
+    flips = launch(command, tmp_path)
     assert len(flips) == FLIPS
     assert {flip.kind for flip in flips} == {*KINDS}
     assert [flip for flip in flips if flip.named != [flip.rank]] == []

@@ -6,15 +6,16 @@ from typing import Any
 import matrix_program
 import pytest
 from matrix_program import CLIP, COMBINATIONS, PAGE, SKIPPED_AFTER, Combination, deviation, launch, page, reference
+from running import Command
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def results(command: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """By number of ranks."""
     folder = tmp_path_factory.mktemp("matrix")
-    return {num_ranks: launch(num_ranks, folder) for num_ranks in (1, 2, 3)}
+    return {num_ranks: launch(command, num_ranks, folder) for num_ranks in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -3,21 +3,25 @@
     with quick_command(folder) as path: subprocess.run(["bash", "-c", "dist-transformer --help"], env={..., "PATH": path})
 
 What is on the PATH hands its arguments, folder, environment, standard input and outputs to the server, and ends with the
-exit code that comes back. Only the imports are shared: each start is a process of its own.
+exit code that comes back. Only the imports are shared: each start is a process of its own. If it has other constants than the
+server (`running.with_constants`), it shares the imports of libraries only. Where the first argument is a Python file, that
+is run in place of the command.
 """
 
 import contextlib
 import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+CONSTANTS = "OTHER_CONSTANTS"
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -30,8 +34,11 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 @contextlib.contextmanager
-def quick_command(folder: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Writes `dist-transformer` into `folder` and serves it for as long as the block lasts; gives the PATH to use."""
+def quick_command(folder: Path, environment: dict[str, str], started_by: Sequence[str] = ()) -> Iterator[str]:
+    """Writes `dist-transformer` into `folder` and serves it for as long as the block lasts; gives the PATH to use.
+
+    `started_by`: a command that starts the server, such as one that takes away privileges.
+    """
     address = f"\0{uuid.uuid4()}"  # no file: a path would be limited to a hundred characters
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -40,7 +47,7 @@ def quick_command(folder: Path, environment: dict[str, str]) -> Iterator[str]:
         client.write_text(CLIENT.format(python=sys.executable, address=address), encoding="utf-8")
         client.chmod(0o755)
         server = subprocess.Popen(
-            [sys.executable, __file__, str(listener.fileno())],
+            [*started_by, sys.executable, __file__, str(listener.fileno())],
             env=environment, pass_fds=[listener.fileno()], start_new_session=True,
         )  # fmt: skip
     try:
@@ -89,10 +96,17 @@ def _answer(connection, main, defaults) -> None:
         # Those of the server remember what kind of file they were opened on.
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")  # noqa: SIM115
         os.chdir(folder)
+        constants = os.environ.get(CONSTANTS)
         os.environ.clear()
         os.environ.update({**defaults, **environment})
-        sys.argv = arguments
-        main()
+        if os.environ.get(CONSTANTS) != constants:
+            main = _imported_anew()
+        if len(arguments) > 1 and arguments[1].endswith(".py"):
+            sys.argv = arguments[1:]
+            runpy.run_path(arguments[1], run_name="__main__")
+        else:
+            sys.argv = arguments
+            main()
         sys.exit()
     for file in files:
         os.close(file)
@@ -100,6 +114,18 @@ def _answer(connection, main, defaults) -> None:
     code = os.waitstatus_to_exitcode(status)
     connection.sendall(bytes([code if code >= 0 else 128 - code]))
     os._exit(0)
+
+
+def _imported_anew():
+    """The program, but no library, with the constants that the environment names."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("dist_transformer", "sitecustomize")]:
+        del sys.modules[name]
+    sys.path.insert(0, str(Path(__file__).with_name("other_constants")))
+    import sitecustomize  # noqa: F401
+
+    from dist_transformer.cli import main
+
+    return main.main
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,11 @@ NOT_INHERITED = (
     "PYTHONDONTWRITEBYTECODE",  # with it each of the many starts would compile the package anew
 )
 PROGRAM = [sys.executable, "-m", "dist_transformer"]
+OTHER_CONSTANTS = Path(__file__).with_name("other_constants")
+READ_WHEN_NEEDED = re.compile(
+    r"SLURM_.*|MLFLOW_TRACKING_URI|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PATH|CXX"
+)
+"""Variables that matter to no import, neither of the program nor of a library."""
 
 
 def without(names: Iterable[str]) -> dict[str, str]:
@@ -34,15 +40,23 @@ def with_constants(values: Mapping[str, Any]) -> dict[str, str]:
     for path, value in values.items():
         module, _, name = path.rpartition(".")
         by_module.setdefault(f"dist_transformer.{module}", {})[name] = value
-    folders = [str(Path(__file__).with_name("other_constants")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(OTHER_CONSTANTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(folders), "OTHER_CONSTANTS": json.dumps(by_module)}
+
+
+def _may_matter_to_imports(environment: Mapping[str, str]) -> bool:
+    """False for constants, too: a command server imports the program anew for them."""
+    others = {name for name in environment if not READ_WHEN_NEEDED.fullmatch(name)}
+    if "OTHER_CONSTANTS" in others and environment.get("PYTHONPATH") == with_constants({})["PYTHONPATH"]:
+        others -= {"OTHER_CONSTANTS", "PYTHONPATH"}
+    return bool(others)
 
 
 class Command:
     """`dist-transformer` as a process of its own."""
 
     def __init__(self, folder: Path, quick: Path | None = None) -> None:
-        """`quick`: the client of a command server, for what is run to its end with no variables of its own."""
+        """`quick`: the client of a command server, for what is run to its end with no variables that matter to imports."""
         self.folder, self._quick = folder, quick
 
     def start(self, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
@@ -64,17 +78,51 @@ class Command:
 
     def __call__(self, *arguments: object, code: int = 0, text: str | None = None, **environment: str) -> str:
         """Runs it to its end; what it wrote on both streams. The exit code must be `code`."""
-        is_quick = self._quick is not None and not environment  # a variable may matter when the program is imported
-        process = self._start([str(self._quick)] if is_quick else PROGRAM, arguments, environment)
+        return "".join(self.streams(*arguments, code=code, text=text, **environment))
+
+    def streams(
+        self, *arguments: object, code: int = 0, text: str | None = None, **environment: str
+    ) -> tuple[str, str]:
+        """The same, with what it wrote on each stream."""
+        ended = self._end_of(PROGRAM, arguments, text, environment)
+        assert ended.returncode == code, (
+            f"exit code {ended.returncode}, expected {code}\n{ended.stdout}\n{ended.stderr}"
+        )
+        return ended.stdout, ended.stderr
+
+    def program(self, file: Path, *arguments: object, **environment: str) -> tuple[int, str]:
+        """Runs a program of the tests, in place of the command, to its end: its exit code, what it wrote on both streams."""
+        ended = self._end_of([sys.executable, str(file)], arguments, None, environment)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    def _end_of(
+        self, program: list[str], arguments: tuple[object, ...], text: str | None, environment: dict[str, str]
+    ) -> "subprocess.CompletedProcess[str]":
+        if self._quick is not None and not _may_matter_to_imports(environment):
+            program = [str(self._quick), *(program[1:] if program != PROGRAM else [])]
+        process = self._start(program, arguments, environment)
         out, err = process.communicate(text, timeout=300)
-        assert process.returncode == code, f"exit code {process.returncode}, expected {code}\n{out}\n{err}"
-        return out + err
+        return subprocess.CompletedProcess(program, process.returncode, out, err)
 
 
 def records(run: Path, event: str = "train", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The records of one kind of a run folder's metrics."""
     lines = (run / file).read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def newest_step(run: Path) -> int:
+    """The step of the newest record of metrics.jsonl; 0: there is none."""
+    return max((record["step"] for record in records(run)), default=0) if (run / "metrics.jsonl").exists() else 0
+
+
+def wait_for_start(process: "subprocess.Popen[str]", run: Path, number: int, seconds: float = 120) -> None:
+    """Returns once the start of this number, a process, has cut the records of the one before back to its checkpoint."""
+    deadline = time.monotonic() + seconds
+    while not (run / "run.json").exists() or json.loads((run / "run.json").read_text())["starts"] < number:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
 
 
 def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import PROGRAM, Command
+from command_server import quick_command
+from running import NOT_INHERITED, Command, without
 
 from dist_transformer.cli.main import Commands
 
@@ -245,17 +246,11 @@ def test_a_run_goes_into_a_folder_with_other_files_and_leaves_them(command: Comm
 
 
 @pytest.fixture
-def bound_by_permissions(command: Command) -> Command:
+def bound_by_permissions(command: Command, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """The command, for which a folder that is closed is closed, as root too."""
-
-    class Bound(Command):
-        def __call__(self, *arguments: object, code: int = 0, **_: str) -> str:
-            process = self._start([*WITHOUT_PRIVILEGES, *PROGRAM], arguments, {})
-            out, err = process.communicate(timeout=300)
-            assert process.returncode == code, out + err
-            return out + err
-
-    return Bound(command.folder)
+    folder = tmp_path_factory.mktemp("bound")
+    with quick_command(folder, without(NOT_INHERITED), WITHOUT_PRIVILEGES):
+        yield Command(command.folder, folder / "dist-transformer")
 
 
 def test_folders_that_are_closed_are_told_before_anything_is_computed(

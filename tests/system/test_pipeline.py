@@ -114,7 +114,7 @@ def test_a_pipeline_that_is_killed_and_stopped_ends_as_an_undisturbed_one(comman
     assert states(command, *changed) == dict.fromkeys(NODES, "done")
 
 
-def test_a_verb_that_fails_ends_the_pipeline_with_its_exit_code(command: Command, text: Path, tmp_path: Path):
+def test_a_verb_that_fails_ends_the_pipeline_with_its_exit_code(quick_client: Path, tmp_path: Path):
     file = tmp_path / "small.yaml"
     file.write_text(
         "root: root\ndata_root: .\nnodes:\n  lines: {kind: filter, source: en, target: de, scores: scores, drop: 0.5}\n"
@@ -122,7 +122,7 @@ def test_a_verb_that_fails_ends_the_pipeline_with_its_exit_code(command: Command
     )
     for name, content in (("en", "a\nb\n"), ("de", "c\nd\n"), ("scores", "-1\n-2\n")):
         (tmp_path / name).write_text(content)
-    here = Command(tmp_path)
+    here = Command(tmp_path, quick_client)
     said = here("pipeline", "run", file, code=2)
     assert "dist-transformer: " in said
     assert "node worse: ended with exit code 2" in said

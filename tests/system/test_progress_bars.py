@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, PROGRAM, Command, without
+from running import NOT_INHERITED, Command, without
 
 pytestmark = pytest.mark.slow
 
 BAR = re.compile(r"(?m)([a-z][a-z ]+?) +━+")
 
 
-def on_terminal(folder: Path, *arguments: object, stdin: Path | None = None) -> tuple[str, str]:
-    """Runs the command with stderr on a terminal; returns standard output, and all that the terminal got."""
+def on_terminal(folder: Path, client: Path, *arguments: object, stdin: Path | None = None) -> tuple[str, str]:
+    """Runs the client's command with stderr on a terminal; returns standard output, and all that the terminal got."""
     ours, theirs = pty.openpty()
     shown = bytearray()
 
@@ -32,7 +32,7 @@ def on_terminal(folder: Path, *arguments: object, stdin: Path | None = None) -> 
     reader.start()
     with open(stdin or os.devnull, "rb") as given:
         process = subprocess.Popen(
-            [*PROGRAM, *map(str, arguments)], cwd=folder, stdin=given, stdout=subprocess.PIPE, stderr=theirs,
+            [client, *map(str, arguments)], cwd=folder, stdin=given, stdout=subprocess.PIPE, stderr=theirs,
             env={**without(NOT_INHERITED), "TERM": "xterm", "COLUMNS": "120"},
         )  # fmt: skip
         os.close(theirs)
@@ -62,11 +62,11 @@ def run(train_small: Callable[..., Path]) -> Path:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )
 def test_a_long_verb_shows_a_bar_on_a_terminal_and_the_same_output_as_without(
-    command: Command, run: Path, tmp_path: Path, arguments: tuple[str, ...], bar: str
+    command: Command, quick_client: Path, run: Path, tmp_path: Path, arguments: tuple[str, ...], bar: str
 ) -> None:
     given = [[part.format(run=run, out=tmp_path / where) for part in arguments] for where in ("a", "b")]
     text = command.folder / "valid.en"
-    out, shown = on_terminal(command.folder, *given[0], stdin=text)
+    out, shown = on_terminal(command.folder, quick_client, *given[0], stdin=text)
     assert bar in BAR.findall(shown), shown
     assert "━" not in out
     plain = command(*given[1], text=text.read_text(encoding="utf-8"))

@@ -228,8 +228,10 @@ def test_scores_refuse_longer_lines_than_asked_for(model: Path, tmp_path: Path) 
     assert "at most 3 are scored at once" in refused("score", model, *pair, "--max-source-tokens", 3)
 
 
-def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(model: Path, tmp_path: Path) -> None:
-    command = Command(tmp_path)
+def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(
+    model: Path, tmp_path: Path, quick_client: Path
+) -> None:
+    command = Command(tmp_path, quick_client)
     with Path("/dev/full").open("w") as full:
         process = subprocess.run(
             [*PROGRAM, "translate", str(model)],
@@ -247,9 +249,11 @@ def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(model: Path, 
     assert "absent: cannot be read: No such file" in said
 
 
-def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(
+    model: Path, tmp_path: Path, quick_client: Path
+) -> None:
     (tmp_path / "source").write_text("".join(f"{line}\n" for line in [*SOURCES, *SOURCES[:300]]), encoding="utf-8")
-    command = Command(tmp_path)
+    command = Command(tmp_path, quick_client)
     arguments = ("translate", model, "--input", "source", "--output", "out", "--beam", 2)
     first = command.start(*arguments, "--max-tokens", 200, "--ranks", 2)
     parts = tmp_path / "out.parts"
