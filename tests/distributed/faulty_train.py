@@ -1,8 +1,9 @@
 """`dist-transformer train` with a fault on one rank, or on "all": FAULT RANK CONFIG [overrides] NUM_RANKS.
 
 A fault begins with the sixth global batch. Those of arithmetic end when the run has noticed a divergence, as one that a
-lower learning rate cures would, "spike twice" the second one; nothing else of the program is changed. The ranks are forked
-from a process that has imported torch and DeepSpeed, but nothing that starts threads.
+lower learning rate cures would, "spike twice" the second one; nothing else of the program is changed. Several faults of
+one rank stand with ", " between them. The ranks are forked from a process that has imported torch and DeepSpeed, but
+nothing that starts threads.
 """
 
 import json
@@ -254,7 +255,8 @@ def take_memory_away() -> None:
 def train(fault: str, faulty_rank: str, arguments: list[str]) -> None:
     """Trains as a rank, which is a faulty one if it has that number, or all have."""
     if faulty_rank in (os.environ["RANK"], "all"):
-        install(fault)
+        for each in fault.split(", "):
+            install(each)
     sys.argv = ["dist-transformer", "train", *arguments]
     main()
 

@@ -1,14 +1,12 @@
 """A validation that is broken off on real ranks: by a stop, after which the run ends as an undisturbed one; by a failure."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import NOT_INHERITED, Command, records, without
+from running import Command, records
 from test_resume import assert_same_run
 
 from dist_transformer.errors import EXIT_FAILED, EXIT_REQUEUE
@@ -34,11 +32,7 @@ def disturbed(command: Command) -> Callable[..., tuple[int, str, Path]]:
 
     def train(name: str, fault: str, rank: int, *overrides: str) -> tuple[int, str, Path]:
         arguments = (fault, str(rank), "small.yaml", f"run.name={name}", *SETTINGS, *overrides, "2")
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), *arguments],
-            cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr, command.folder / "runs" / name
+        return *command.program(PROGRAM, *arguments), command.folder / "runs" / name
 
     return train
 
@@ -61,24 +55,25 @@ def newest(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("where", "number", "stage"),
-    [("search", 3, 3), ("measuring", 2, 3), ("scoring", 5, 1)],
+    ("stage", "rank", "stops"),
+    [(3, 1, [("measuring", 2), ("search", 3)]), (1, 0, [("scoring", 5)])],
 )
 def test_a_stop_leaves_the_validation_saves_and_validates_first_when_it_goes_on(
-    disturbed, train_small, undisturbed_in, where, number, stage
+    disturbed, train_small, undisturbed_in, stage, rank, stops
 ):
-    name, zero = f"stopped-{where}-{number}-{stage}", f"training.zero_stage={stage}"
-    rank = 0 if where == "scoring" else 1
-    code, said, run = disturbed(name, f"validation {number} {where} stop", rank, zero)
-    assert code == EXIT_REQUEUE, said
-    state = newest(run)
-    assert (state["step"], state["validation"], state["validation_due"]) == (2 * number, None, True)
-    assert [record["step"] for record in records(run, "validation")] == list(range(2, 2 * number, 2))
+    name, zero, before = f"stopped-{stage}", f"training.zero_stage={stage}", 1
+    for where, number in stops:
+        fault = f"validation {number - before + 1} {where} stop"  # counted from the first one of this start
+        code, said, run = disturbed(name, fault, rank, zero)
+        assert code == EXIT_REQUEUE, said
+        state, before = newest(run), number
+        assert (state["step"], state["validation"], state["validation_due"]) == (2 * number, None, True)
+        assert [record["step"] for record in records(run, "validation")] == list(range(2, 2 * number, 2))
     expected = undisturbed_in(stage)
     assert_same_run(train_small(name, *SETTINGS, zero, ranks=2), expected)
     assert validations(run) == validations(expected)
     for key in ("early_stopping", "validation", "validation_due"):
-        assert number == 5 or newest(run)[key] == newest(expected)[key]
+        assert before == 5 or newest(run)[key] == newest(expected)[key]
     names = [[path.name for path in checkpoints.saved(RunDir(each))] for each in (run, expected)]
     assert names[0] == names[1]
 
@@ -121,24 +116,24 @@ def test_the_last_validation_counts_for_a_checkpoint_that_an_earlier_start_wrote
 
 
 @pytest.mark.parametrize(
-    ("where", "what", "rank"), [("search", "memory", 1), ("measuring", "memory", 1), ("scoring", "disk", 0)]
+    ("rank", "faults"), [(1, {2: "search memory", 4: "measuring memory"}), (0, {2: "scoring disk"})], ids=str
 )
 def test_a_validation_that_fails_on_one_rank_is_told_and_training_goes_on_without_it(
-    disturbed, undisturbed_in, where, what, rank
+    disturbed, undisturbed_in, rank, faults
 ):
-    code, said, run = disturbed(f"failed-{where}", f"validation 2 {where} {what}", rank, "checkpoints.keep_last=5")
+    fault = ", ".join(f"validation {number} {what}" for number, what in faults.items())
+    code, said, run = disturbed(f"failed-{rank}", fault, rank, "checkpoints.keep_last=5")
     assert code == 0, said
     assert [record["loss"] for record in records(run)] == [record["loss"] for record in records(undisturbed_in(1))]
-    assert [record["step"] for record in records(run, "validation")] == [2, 6, 8, 10]
-    (told,) = records(run, "failed validation", "history.jsonl")
-    assert told["step"] == 4
-    assert f"rank {rank}: " in told["reason"]
-    expected = "Input/output error" if what == "disk" else "out of memory"
-    assert expected in told["reason"]
-    assert "validation of step 4 failed, and training continues without it" in said
-    assert ("Where memory was short, lower" in said) == (what == "memory")
+    assert [record["step"] for record in records(run, "validation")] == [2 * n for n in range(1, 6) if n not in faults]
+    told = records(run, "failed validation", "history.jsonl")
+    assert [record["step"] for record in told] == [2 * number for number in faults]
+    for record, what in zip(told, faults.values(), strict=True):
+        assert f"rank {rank}: " in record["reason"]
+        assert ("Input/output error" if "disk" in what else "out of memory") in record["reason"]
+        assert f"validation of step {record['step']} failed, and training continues without it" in said
+    assert ("Where memory was short, lower" in said) == (faults[2] != "scoring disk")
     states = {checkpoints.step_of(path): read_json(path / "state.json") for path in checkpoints.saved(RunDir(run))}
-    assert states[4]["validation"] is None
-    assert not states[4]["validation_due"]
-    assert states[8]["validation"] is not None
+    assert [step for step in states if states[step]["validation"] is None] == [2 * number for number in faults]
+    assert not any(state["validation_due"] for state in states.values())
     assert states[4]["early_stopping"]["num_since"] + bool(states[4]["early_stopping"]["best_step"]) <= 1

@@ -1,6 +1,8 @@
 """A run that goes on with other settings says which, keeps the former, and compares no two kinds of one measure."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,11 +57,24 @@ def test_a_resume_that_changes_nothing_says_and_keeps_nothing(train_small):
     assert not list(run.glob("config.until_*"))
 
 
+@pytest.fixture(scope="module")
+def three_steps(train_small: Callable[..., Path]) -> Path:
+    return train_small("three-steps", *ENOUGH)
+
+
+def _copy_of(run: Path, name: str) -> tuple[Path, Path]:
+    """A copy of the run to be made an older one, and its checkpoint of step 3, of which `_write_state` is to follow."""
+    copy = shutil.copytree(run, run.with_name(name))
+    step_3 = copy / "checkpoints" / "step_00000003"
+    for file in (copy / "config.yaml", step_3 / "state.json"):
+        file.write_text(file.read_text(encoding="utf-8").replace(run.name, name), encoding="utf-8")
+    return copy, step_3
+
+
 def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_configuration_of_its_folder(
-    train_small, command
+    train_small, three_steps
 ):
-    run = train_small("older", *ENOUGH)
-    step_3 = run / "checkpoints" / "step_00000003"
+    run, step_3 = _copy_of(three_steps, "older")
     state = read_json(step_3 / "state.json")
     del state["settings"]
     _write_state(step_3, state)
@@ -68,9 +83,8 @@ def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_confi
     assert changed["settings"] == {"training.max_steps": [3, 6]}
 
 
-def test_a_run_of_a_version_with_more_settings_goes_on_and_says_nothing_of_them(train_small, command):
-    run = train_small("of-before", *ENOUGH)
-    step_3 = run / "checkpoints" / "step_00000003"
+def test_a_run_of_a_version_with_more_settings_goes_on_and_says_nothing_of_them(train_small, command, three_steps):
+    run, step_3 = _copy_of(three_steps, "of-before")
     state = read_json(step_3 / "state.json")
     state["settings"] = _as_before(state["settings"])
     _write_state(step_3, state)
@@ -80,6 +94,17 @@ def test_a_run_of_a_version_with_more_settings_goes_on_and_says_nothing_of_them(
     train_small("of-before", *LATER)
     changed = [record["settings"] for record in records(run, "changed", "history.jsonl")]
     assert changed == [{"training.max_steps": [3, 4]}, {"training.max_steps": [4, 6]}]
+
+
+def test_a_checkpoint_from_before_these_options_of_the_model_is_gone_on_with(train_small, three_steps):
+    run, step_3 = _copy_of(three_steps, "paper")
+    state = read_json(step_3 / "state.json")
+    for name in ("norm_type", "final_norm", "activation", "positions", "output_bias"):
+        del state["recipe"][f"model.{name}"]
+    state["recipe"]["model.attention_gain"] = 1.0  # one day's checkpoints named it
+    _write_state(step_3, state)
+    train_small("paper", *LATER, "model.attention_gain=0.7071")
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def _as_before(settings: dict) -> dict:

@@ -1,16 +1,16 @@
 """Ranks that wait for MLflow longer than training.hang_seconds: nobody is hung, whatever the wait is for."""
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, Command, records, with_constants, without
+from running import Command, records, with_constants
 
+from dist_transformer.config.loading import load_config
 from dist_transformer.errors import EXIT_REQUEUE
 from dist_transformer.files import read_json
+from dist_transformer.training.engine.schedule import learning_rate
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +45,8 @@ def test_a_finished_run_has_finished_on_every_rank(command: Command, waiting: tu
 def test_a_stop_is_heard_after_the_last_step_and_the_next_start_does_the_rest(command: Command, work: str) -> None:
     name = f"stopped-{work}"
     run, settings = command.folder / "runs" / name, (f"run.name={name}", "tracking.enabled=true")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), f"end {work}", "0", "small.yaml", *settings, "2"],
-        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == EXIT_REQUEUE, done.stdout + done.stderr
+    code, said = command.program(PROGRAM, f"end {work}", "0", "small.yaml", *settings, "2")
+    assert code == EXIT_REQUEUE, said
     assert read_json(run / "run.json")["state"] == "stopped"
     assert (run / "model").exists() == (work == "report")
     before = (run / "metrics.jsonl").read_bytes()
@@ -65,13 +62,15 @@ def test_a_run_that_diverged_goes_on(command: Command, waiting: tuple[str, ...])
         "run.name=waiting_diverged", "training.max_steps=12", "checkpoints.every_steps=2", "checkpoints.keep_last=20",
         "divergence.policy=lower_learning_rate",
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "spike", "1", "small.yaml", *settings, *waiting, "2"],
-        cwd=command.folder, env={**without(NOT_INHERITED), **with_constants(LONG | SOON)}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    said, run = done.stdout + done.stderr, command.folder / "runs" / "waiting_diverged"
-    assert done.returncode == 0, said
+    arguments = ("spike", "1", "small.yaml", *settings, *waiting, "2")
+    code, said = command.program(PROGRAM, *arguments, **with_constants(LONG | SOON))
+    run = command.folder / "runs" / "waiting_diverged"
+    assert code == 0, said
     assert said.count("MLflow did not take everything") == 2
-    assert len(read_json(run / "divergence.json")) == 1
+    (event,) = read_json(run / "divergence.json")
+    assert (event["since_step"], event["went_on_from"]) == (6, 4)
+    assert len([*(run / "checkpoints").glob("*.diverged")]) == 1
+    config = load_config(run / "config.yaml", check_files=False)
+    expected = [learning_rate(config, step) * (1.0 if step <= 4 else 0.5) for step in range(1, 13)]
+    assert [record["learning_rate"] for record in records(run)] == pytest.approx(expected)
     assert [record["step"] for record in records(run)] == list(range(1, 13))

@@ -1,14 +1,12 @@
 """One rank of a real run goes wrong: its numbers, its code or its memory. What all ranks do, and with which exit code."""
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, Command, records, with_constants, without
+from running import Command, records, with_constants
 from test_resume import assert_same_run
 
 from dist_transformer.config.loading import load_config
@@ -32,13 +30,9 @@ def faulty(command: Command) -> Callable[..., tuple[int, str, Path]]:
     """Trains on two ranks with a fault on rank 1: exit code, what was said, the run folder."""
 
     def train(fault: str, name: str, *overrides: str, constants: Mapping[str, object] = SOON) -> tuple[int, str, Path]:
-        environment = {**without(NOT_INHERITED), **with_constants(constants)}
         arguments = (fault, "1", "small.yaml", f"run.name={name}", *SETTINGS, *overrides, "2")
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), *arguments],
-            cwd=command.folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr, command.folder / "runs" / name
+        code, said = command.program(PROGRAM, *arguments, **with_constants(constants))
+        return code, said, command.folder / "runs" / name
 
     return train
 
@@ -75,20 +69,9 @@ def test_gradients_that_stay_infinite_end_the_run_with_a_message_and_keep_the_la
     assert names_in(run / "checkpoints", "step_????????")[-1] == "step_00000004"
 
 
-def test_a_spike_of_the_loss_goes_back_to_the_checkpoint_before_it_and_on_with_a_lower_rate(faulty):
-    code, said, run = faulty("spike", "spike", "divergence.policy=lower_learning_rate")
-    assert code == 0, said
-    assert steps_of(run) == list(range(1, 25))
-    (event,) = read_json(run / "divergence.json")
-    assert event["since_step"] == FIRST_FAULTY_STEP
-    assert event["went_on_from"] == FIRST_FAULTY_STEP - 2
-    config = load_config(run / "config.yaml", check_files=False)
-    expected = [learning_rate(config, step) * (1.0 if step <= event["went_on_from"] else 0.5) for step in range(1, 25)]
-    assert [record["learning_rate"] for record in records(run)] == pytest.approx(expected)
-    assert len(names_in(run / "checkpoints", "*.diverged")) == 1
-
-
-def test_a_return_that_did_not_help_is_followed_by_one_to_the_checkpoint_before(faulty):
+def test_a_spike_of_the_loss_goes_back_to_the_checkpoint_before_it_with_a_lower_rate_and_if_that_does_not_help_further(
+    faulty,
+):
     code, said, run = faulty("spike twice", "spike-twice", "divergence.policy=lower_learning_rate")
     assert code == 0, said
     assert steps_of(run) == list(range(1, 25))
@@ -96,6 +79,9 @@ def test_a_return_that_did_not_help_is_followed_by_one_to_the_checkpoint_before(
     assert [event["since_step"] for event in events] == [FIRST_FAULTY_STEP] * 2
     assert [event["went_on_from"] for event in events] == [FIRST_FAULTY_STEP - 2, FIRST_FAULTY_STEP - 4]
     assert f"the return to step {FIRST_FAULTY_STEP - 2} did not help: this one goes further back" in said
+    config = load_config(run / "config.yaml", check_files=False)
+    expected = [learning_rate(config, step) * (1.0 if step <= FIRST_FAULTY_STEP - 4 else 0.25) for step in range(1, 25)]
+    assert [record["learning_rate"] for record in records(run)] == pytest.approx(expected)
     assert len(names_in(run / "checkpoints", "*.diverged")) == 1
 
 

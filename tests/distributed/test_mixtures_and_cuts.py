@@ -116,7 +116,9 @@ def test_a_mixture_with_changing_weights_is_the_same_on_other_ranks_with_stops_a
     assert len({state_of(each, STEPS)["loss_monitor"]["count"] for each in (run, mixed)}) == 1
 
 
-def test_the_shipped_curriculum_over_modified_text_is_the_same_on_other_ranks_with_stops_around_its_stage(train_small):
+def test_the_shipped_curriculum_over_modified_and_sampled_text_is_the_same_on_other_ranks_with_stops_around_its_stage(
+    train_small,
+):
     data = yaml.safe_load((REPOSITORY / "configs" / "robust.yaml").read_text(encoding="utf-8"))["data"]
     corpora = {
         name: {"source": f"{text}.en", "target": f"{text}.de"} for name, text in (("opus", "valid"), ("wmt", "train"))
@@ -124,7 +126,7 @@ def test_the_shipped_curriculum_over_modified_text_is_the_same_on_other_ranks_wi
     settings = (
         "data.train=null", "data.mixture=" + json.dumps({**data["mixture"], "corpora": corpora}),
         "data.modifiers=" + json.dumps(data["modifiers"]), "data.filters.rules.held_out=false",
-        *ON_THE_FLY[:1], *ON_THE_FLY[3:],
+        *ON_THE_FLY[:2], *ON_THE_FLY[3:],
     )  # fmt: skip
     whole = train_small("curriculum", *settings)
     used = Counter(row for _, _, rows in batches(whole) for ids in rows.values() for row in ids)
@@ -147,23 +149,14 @@ def test_weights_of_steps_that_are_trained_may_not_be_changed_but_later_ones_may
     assert records(run)[-1]["pairs/big"] == 0
 
 
-def test_sampled_pieces_are_the_same_after_a_stop_and_on_other_ranks(sampled, train_small):
-    for stop, ranks in ((4, 3), (STEPS, 2)):
-        run = train_small("sampled-stopped", *ON_THE_FLY, f"training.max_steps={stop}", ranks=ranks)
-    assert batches(run) == batches(sampled)
-    assert losses(run) == pytest.approx(losses(sampled), rel=1e-3)
-
-
-def test_sampling_gives_other_pieces_than_none(sampled, train_small):
-    plain = train_small("not-sampled", *ON_THE_FLY, "tokenizer.sampling=0.0", "training.max_steps=2")
-    assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
-
-
-def test_modifiers_change_the_text_and_a_resume_refuses_others(sampled, train_small, command):
-    plain = train_small("not-modified", *ON_THE_FLY[:2], *ON_THE_FLY[3:], "training.max_steps=2")
-    assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
-    said = command("train", plain, "data.modifiers.typos=0.5", "training.max_steps=3", code=2)
-    assert "data.modifiers: None -> {'typos': 0.5}" in said
+def test_sampling_and_modifiers_give_other_pieces_than_none_and_a_resume_refuses_others(sampled, command):
+    without = [(*ON_THE_FLY, "tokenizer.sampling=0.0"), (*ON_THE_FLY[:2], *ON_THE_FLY[3:])]
+    for given, is_same in ((ON_THE_FLY, True), *((settings, False) for settings in without)):
+        said = command("data", "inspect", "small.yaml", *given, "--step", 1)
+        assert (f"batch digest  {records(sampled)[0]['batch_digest']}\n" in said) is is_same
+        assert (f"tokens        {records(sampled)[0]['target_tokens']} target; " in said) is is_same
+    said = command("train", sampled, "data.modifiers.typos=0.5", f"training.max_steps={STEPS + 1}", code=2)
+    assert "modifiers.typos: 0.2 in the folder, 0.5 now" in said
 
 
 def data_and_checkpoint(run: Path) -> tuple[RunData, Checkpoint]:

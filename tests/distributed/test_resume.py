@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import Command, records, wait_for_step
+from running import Command, newest_step, records, wait_for_start, wait_for_step
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -45,32 +45,28 @@ def assert_same_run(run: Path, expected: Path) -> None:
     assert (run / model).read_bytes() == (expected / model).read_bytes()
 
 
-def test_six_steps_are_three_a_kill_and_three(train_small, command: Command, undisturbed):
-    run = command.folder / "runs" / "killed"
-    process = command.start("train", "small.yaml", "run.name=killed", *LONG, "--ranks", 2)
-    wait_for_step(run, 6)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == 1
-    train_small("killed", *LONG, ranks=2)
-    assert_same_run(run, undisturbed)
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_saves_and_exits_75_and_the_same_command_goes_on(train_small, command: Command, undisturbed, number):
-    name = f"stopped-{number.name}"
-    run = command.folder / "runs" / name
-    process = command.start("train", "small.yaml", f"run.name={name}", *LONG, "--ranks", 2)
-    wait_for_step(run, 2)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, out + err
-    stopped_at = records(run)[-1]["step"]
-    assert stopped_at < 24
-    assert (run / "checkpoints" / f"step_{stopped_at:08d}" / "manifest.json").is_file()
-    train_small(name, *LONG, ranks=2)
+def test_six_steps_are_three_a_kill_and_three_and_stops_by_signals_save_and_exit_75(
+    train_small, command: Command, undisturbed
+):
+    """Killed, stopped by SIGUSR1, stopped by SIGTERM, finished: as soon as a start has trained a step."""
+    run = command.folder / "runs" / "disturbed"
+    for start, number in enumerate((signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM), 1):
+        process = command.start("train", "small.yaml", "run.name=disturbed", *LONG, "--ranks", 2)
+        wait_for_start(process, run, start)
+        wait_for_step(run, 5 if number == signal.SIGKILL else newest_step(run) + 1)
+        if number == signal.SIGKILL:
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split():
+                os.kill(int(child), number)
+        else:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == (1 if number == signal.SIGKILL else 75), out + err
+        stopped_at = records(run)[-1]["step"]
+        assert stopped_at < 24
+        assert number == signal.SIGKILL or (run / f"checkpoints/step_{stopped_at:08d}/manifest.json").is_file()
+        losses = [[r["loss"] for r in records(each)][:stopped_at] for each in (run, undisturbed)]
+        assert losses[0] == losses[1], f"start {start}"
+    train_small("disturbed", *LONG, ranks=2)
     assert_same_run(run, undisturbed)
 
 
@@ -94,14 +90,14 @@ def test_a_resume_on_other_numbers_of_ranks_and_other_stages_trains_on_the_same_
     assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-3)
 
 
-def test_muon_resumes_as_adam_does(train_small, command: Command):
+def test_muon_resumes_as_adam_does(train_small):
     """Each rank holds a part of the momentum of matrices, which are updated whole."""
     muon = (*LONG, "optimizer.matrices=muon", "optimizer.learning_rate=0.005", "schedule.warmup_steps=4")
     expected = train_small("muon", *muon, ranks=2)
     for steps in (7, 24):
         run = train_small("muon-cut", *muon, f"training.max_steps={steps}", ranks=2)
     assert_same_run(run, expected)
-    for steps, ranks, stage in ((6, 1, 1), (12, 3, 2), (18, 2, 0), (24, 4, 1)):
+    for steps, ranks, stage in ((8, 1, 1), (16, 3, 2), (24, 2, 0)):
         run = train_small(
             "muon-elastic", *muon, f"training.max_steps={steps}", f"training.zero_stage={stage}", ranks=ranks
         )
@@ -109,8 +105,6 @@ def test_muon_resumes_as_adam_does(train_small, command: Command):
     assert [r["batch_digest"] for r in found] == [r["batch_digest"] for r in records(expected)]
     assert [r["loss"] for r in found] == pytest.approx(losses, rel=1e-2)  # products in bf16
     assert losses[-1] < losses[0]
-    refused = command("train", "small.yaml", "run.name=muon", *LONG, "--ranks", 2, code=2)
-    assert "optimizer.matrices" in refused
 
 
 def test_a_log_interval_that_a_stop_cuts_in_two_reports_what_the_whole_one_does(train_small, undisturbed):
@@ -133,16 +127,10 @@ def test_a_signal_to_every_process_leaves_the_loader_alive_until_the_run_is_save
     assert "Traceback" not in err
 
 
-def test_a_run_folder_goes_on_from_any_folder_and_without_its_text(train_small, command: Command, tmp_path):
-    run = train_small("moved", "training.max_steps=4")
-    elsewhere = Command(tmp_path)
-    elsewhere("train", run, "training.max_steps=6")
-    assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6]
-    elsewhere("average", run, "--output", tmp_path / "model")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_moved_folder_of_runs_goes_on_without_its_text_by_the_prepared_corpus_in_it(command: Command, tmp_path):
+def test_a_moved_folder_of_runs_goes_on_from_any_folder_without_its_text_by_the_prepared_corpus_in_it(
+    command: Command, quick_client: Path, tmp_path: Path
+):
+    elsewhere = Command(tmp_path, quick_client)
     text, old, new = tmp_path / "text", tmp_path / "old", tmp_path / "new"
     text.mkdir()
     for file in command.folder.glob("*.[ed][ne]"):
@@ -150,9 +138,9 @@ def test_a_moved_folder_of_runs_goes_on_without_its_text_by_the_prepared_corpus_
     command("train", "small.yaml", f"run.root={old}", f"data.root={text}", "training.max_steps=4")
     old.rename(new)
     shutil.rmtree(text)
-    command("train", new / "small", "training.max_steps=6")
+    elsewhere("train", new / "small", "training.max_steps=6")
     assert [r["step"] for r in records(new / "small")] == [1, 2, 3, 4, 5, 6]
-    command("average", new / "small", "--output", tmp_path / "model")
+    elsewhere("average", new / "small", "--output", tmp_path / "model")
     command("report", new / "small")
     assert "is not there" not in (new / "small" / "report.html").read_text(encoding="utf-8")
     assert not old.exists()

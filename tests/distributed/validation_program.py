@@ -1,4 +1,4 @@
-"""As a rank, `validation_program.py RUN RESULTS` validates the newest checkpoint of a run under every ZeRO stage.
+"""`validation_program.py RUN RESULTS NUM_RANKS` validates the newest checkpoint of a run under every ZeRO stage.
 
 Rank 0 writes what was measured and every translation as JSON.
 """
@@ -6,24 +6,27 @@ Rank 0 writes what was measured and every translation as JSON.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
-from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
+from running import Command  # noqa: E402
+
+from dist_transformer.processes.launching import fork_local_ranks  # noqa: E402
 
 SHORT = [(0, "bf16"), (1, "bf16"), (3, "bf16"), (1, "fp16"), (3, "fp16")]
 COMBINATIONS = [*((stage, "fp32") for stage in range(4)), *SHORT]
 
 
-def launch(run: Path, num_ranks: int, folder: Path) -> dict[str, Any]:
+def launch(command: Command, run: Path, num_ranks: int, folder: Path) -> dict[str, Any]:
     """What `num_ranks` ranks found, by stage and precision; the short precisions on 2 ranks only."""
     results = folder / f"{num_ranks}.json"
-    program = (sys.executable, str(Path(__file__).resolve()))
-    assert start_local_ranks([str(run), str(results)], num_ranks, program=program) == 0
+    code, said = command.program(Path(__file__), run, results, num_ranks)
+    assert code == 0, said
     found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     return found
 
@@ -98,4 +101,4 @@ def run_as_rank(run: Path, results: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_as_rank(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(fork_local_ranks(partial(run_as_rank, Path(sys.argv[1]), Path(sys.argv[2])), int(sys.argv[3])))

@@ -1,6 +1,6 @@
 """Trains each option of the model on real gloo ranks, one case after another; rank 0 writes losses and norms as JSON.
 
-    variants_program.py RESULTS
+    variants_program.py RESULTS NUM_RANKS
 
 Lanes are seeded as training seeds them, so that a sentence skips the same layers on whichever rank it is.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import torch  # noqa: E402
 from plain_torch import TOLERANCE, VOCABULARY, MicroBatch, ragged_batches, tokens_of  # noqa: E402
+from running import Command  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig  # noqa: E402
 from dist_transformer.model.transformer import Transformer  # noqa: E402
-from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
+from dist_transformer.processes.launching import fork_local_ranks  # noqa: E402
 from dist_transformer.training.train_state import dropout_seed  # noqa: E402
 
 LANES, STEPS, LEARNING_RATE = 4, 4, 1e-2
@@ -89,11 +91,11 @@ def plain_losses(case: Case) -> list[float]:
     return losses
 
 
-def launch(num_ranks: int, folder: Path) -> dict[Case, list[float]]:
+def launch(command: Command, num_ranks: int, folder: Path) -> dict[Case, list[float]]:
     """The losses of all cases on so many ranks."""
     results = folder / f"variants_{num_ranks}.json"
-    code = start_local_ranks([str(results)], num_ranks, program=(sys.executable, __file__))
-    assert code == 0, f"variants_program.py on {num_ranks} ranks ended with {code}"
+    code, said = command.program(Path(__file__), results, num_ranks)
+    assert code == 0, f"variants_program.py on {num_ranks} ranks ended with {code}\n{said}"
     return {Case(*case): losses for case, losses in json.loads(results.read_text(encoding="utf-8"))}
 
 
@@ -133,4 +135,4 @@ def _train(case: Case, ranks: Any) -> list[float]:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_as_rank(Path(sys.argv[1]))
+    sys.exit(fork_local_ranks(partial(run_as_rank, Path(sys.argv[1])), int(sys.argv[2])))

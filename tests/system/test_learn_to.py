@@ -1,7 +1,6 @@
-"""Learn to reverse and to sort: trained from text by the command, in under a minute each, every answer is right."""
+"""Learn to reverse: trained from text by the command, in under a minute, every answer is right."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,30 +14,29 @@ pytestmark = pytest.mark.slow
 LETTERS = "abcdefghij"
 LONGEST = 6
 TRAINING_ROWS, TEST_ROWS = 20_000, 200
-TASKS: dict[str, Callable[[list[str]], list[str]]] = {"reverse": lambda row: row[::-1], "sort": sorted}
 RUN = """
-run: {{name: {task}}}
+run: {name: reverse}
 data:
-  train: {{source: train.source, target: train.{task}}}
-  validation: {{source: test.source, target: test.{task}}}
-  test: {{source: test.source, target: test.{task}}}
+  train: {source: train.source, target: train.reversed}
+  validation: {source: test.source, target: test.reversed}
+  test: {source: test.source, target: test.reversed}
   lanes: 1
   max_tokens: 1536
   loader_workers: 0
-tokenizer: {{type: unigram, vocabulary_size: 32}}  # a piece for each letter
-model: {{d_model: 64, d_ff: 128, num_heads: 4, num_encoder_layers: 2, num_decoder_layers: 2, dropout: 0.0}}
-optimizer: {{learning_rate: 0.003}}
-schedule: {{name: linear, warmup_steps: 100}}
-training: {{max_steps: 800, precision: fp32, zero_stage: 0, gradient_clip_norm: 1.0}}
-validation: {{every_steps: 800, translate: false}}
-checkpoints: {{every_steps: 25, keep_last: 5, average_last: 5}}
-tracking: {{enabled: false}}
+tokenizer: {type: unigram, vocabulary_size: 32}  # a piece for each letter
+model: {d_model: 64, d_ff: 128, num_heads: 4, num_encoder_layers: 2, num_decoder_layers: 2, dropout: 0.0}
+optimizer: {learning_rate: 0.003}
+schedule: {name: linear, warmup_steps: 100}
+training: {max_steps: 800, precision: fp32, zero_stage: 0, gradient_clip_norm: 1.0}
+validation: {every_steps: 800, translate: false}
+checkpoints: {every_steps: 25, keep_last: 5, average_last: 5}
+tracking: {enabled: false}
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.source, test.source and, for each task, what is to be answered; no row of test is in train."""
+    """train and test: what is given, and what is to be answered; no row of test is in train."""
     folder, drawn = tmp_path_factory.mktemp("learn"), random.Random(1)
     different: set[tuple[str, ...]] = set()
     while len(different) < TRAINING_ROWS + TEST_ROWS:
@@ -46,20 +44,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = sorted(different)
     drawn.shuffle(rows)  # short rows are drawn first, as there are few of them
     for split, part in (("test", rows[:TEST_ROWS]), ("train", rows[TEST_ROWS:])):
-        for side, answer in {"source": list, **TASKS}.items():
-            lines = (" ".join(answer(list(row))) for row in part)
+        for side, step in (("source", 1), ("reversed", -1)):
+            lines = (" ".join(row[::step]) for row in part)
             (folder / f"{split}.{side}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_small_model_learns_the_task_perfectly(task, folder):
-    (folder / f"{task}.yaml").write_text(RUN.format(task=task), encoding="utf-8")
-    Command(folder)("train", f"{task}.yaml")
-    run = folder / "runs" / task
+def test_a_small_model_learns_to_reverse_perfectly(folder, quick_client):
+    (folder / "reverse.yaml").write_text(RUN, encoding="utf-8")
+    Command(folder, quick_client)("train", "reverse.yaml")
+    run = folder / "runs" / "reverse"
     evaluate_command(run)
     scores = read_json(run / "evaluation" / "test.json")
     assert scores["pairs"] == TEST_ROWS
     assert scores["exact_match"] == 1
-    expected = (folder / f"test.{task}").read_text(encoding="utf-8")
+    expected = (folder / "test.reversed").read_text(encoding="utf-8")
     assert (run / "evaluation" / "test.translations").read_text(encoding="utf-8") == expected

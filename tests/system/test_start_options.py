@@ -17,6 +17,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.training.batch_size_finder import largest_shapes
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.tensor_files import Weights
+from dist_transformer.training.init_from import find
 
 pytestmark = pytest.mark.slow
 FAULTY_TRAIN = Path(__file__).parents[1] / "distributed" / "faulty_train.py"
@@ -53,20 +54,13 @@ def origin(train_small) -> Path:
     return train_small("origin")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_starts_with_the_model_of_another_run(train_small, origin, ranks):
-    run = train_small(f"child-{ranks}", f"training.init_from={origin}", *STANDING_STILL, ranks=ranks)
+def test_a_run_starts_with_the_model_of_another_run(train_small, origin):
+    run = train_small("child", f"training.init_from={origin}", *STANDING_STILL, ranks=2)
     assert_same_weights(weights_of(newest(run)), weights_of(origin / "model"), 1e-11)
     assert f"{origin / 'model'}" in (run / "train.log").read_text()
 
 
-def test_a_checkpoint_can_be_named_too(train_small, origin):
-    checkpoint = origin / "checkpoints" / "step_00000003"
-    run = train_small("child-of-step", f"training.init_from={checkpoint}", *STANDING_STILL)
-    assert_same_weights(weights_of(newest(run)), weights_of(checkpoint), 1e-11)
-
-
-def test_of_a_run_without_a_model_the_newest_whole_checkpoint_is_taken_and_the_other_run_left_alone(
+def test_of_a_run_without_a_model_the_newest_whole_checkpoint_is_taken_as_if_it_were_named_and_the_other_run_left_alone(
     train_small, origin, tmp_path
 ):
     shutil.copytree(origin, tmp_path / "copy")
@@ -75,7 +69,9 @@ def test_of_a_run_without_a_model_the_newest_whole_checkpoint_is_taken_and_the_o
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     before = sorted(path for path in (tmp_path / "copy").rglob("*"))
     run = train_small("child-of-run", f"training.init_from={tmp_path / 'copy'}", *STANDING_STILL)
-    assert_same_weights(weights_of(newest(run)), weights_of(origin / "checkpoints" / "step_00000003"), 1e-11)
+    checkpoint = tmp_path / "copy" / "checkpoints" / "step_00000003"
+    assert find(tmp_path / "copy") == find(checkpoint)
+    assert_same_weights(weights_of(newest(run)), weights_of(checkpoint), 1e-11)
     assert sorted(path for path in (tmp_path / "copy").rglob("*")) == before
     assert "step_00000006 is damaged" in (run / "train.log").read_text()
 
@@ -111,20 +107,12 @@ def test_what_fits_is_taken_and_the_rest_is_named_in_the_log(train_small, origin
     assert set(line.split(": ")[-1].split(", ")) == new
 
 
-def test_a_path_without_weights_is_refused_with_what_is_expected_there(command, tmp_path):
-    said = refused(command, "run.name=from-nothing", f"training.init_from={tmp_path}")
-    assert f"{tmp_path} has no weights to start with" in said
-    assert "model.safetensors" in said
-
-
 def test_a_run_is_the_same_with_and_without_its_dry_run(train_small, command):
     settings = ("training.precision=fp16", "training.zero_stage=3", "schedule.warmup_steps=1", "training.max_steps=3")
     tried = train_small("tried", *settings, ranks=2)
-    done = subprocess.run(
-        [sys.executable, str(FAULTY_TRAIN), "no dry run", "all", "small.yaml", "run.name=untried", *settings, "2"],
-        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    arguments = ("no dry run", "all", "small.yaml", "run.name=untried", *settings, "2")
+    code, said = command.program(FAULTY_TRAIN, *arguments)
+    assert code == 0, said
     untried = command.folder / "runs" / "untried"
     files = sorted(path.name for path in newest(tried).glob("state_*.safetensors"))
     assert len(files) == 2
@@ -139,13 +127,11 @@ def test_a_run_is_the_same_with_and_without_its_dry_run(train_small, command):
 
 
 def test_a_run_goes_on_in_the_precision_that_it_began_with_and_config_yaml_says_which(train_small, command):
-    """`auto` is settled at the first start."""
-    for given, expected in (("auto", "fp32"), ("bf16", "bf16")):
-        name = f"began-{given}"
-        run = train_small(name, f"training.precision={given}", "training.max_steps=4")
-        assert load_config(run / "config.yaml", check_files=False).training.precision == expected
-        assert train_small(name, "training.precision=auto", "training.max_steps=6") == run
-        assert load_config(run / "config.yaml", check_files=False).training.precision == expected
+    """`auto` is settled at the first start: on CPUs it is fp32."""
+    for given, steps, expected in (("auto", (4,), "fp32"), ("bf16", (4, 6), "bf16")):
+        for precision, max_steps in zip((given, "auto"), steps, strict=False):
+            run = train_small(f"began-{given}", f"training.precision={precision}", f"training.max_steps={max_steps}")
+            assert load_config(run / "config.yaml", check_files=False).training.precision == expected
         said = (run / "train.log").read_text()
         assert (f"precision  {expected}, what training.precision: auto is on CPUs" in said) is (given == "auto")
         assert read_json(newest(run) / "state.json")["precision"] == expected
@@ -170,7 +156,7 @@ def under_limit(command, kilobytes: int, *overrides: str) -> subprocess.Complete
 
 
 def test_micro_batches_too_large_for_memory_end_the_run_before_its_first_step_with_the_way_out(command, origin):
-    done = under_limit(command, 6_000_000, "run.name=too-large", "data.max_tokens=4000000")
+    done = under_limit(command, 4_000_000, "run.name=too-large", "data.max_tokens=4000000")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "out of memory in the dry run of the largest micro-batch, 20833 x (96 + 96) tokens" in done.stderr
@@ -183,7 +169,7 @@ def test_auto_finds_a_size_that_trains_within_the_limit_and_keeps_it_at_a_resume
     out_of_memory = load_config(command.folder / "small.yaml", [*settings, "data.max_tokens=4000000"])
     (command.folder / "runs" / "auto").mkdir(parents=True)  # as a start leaves it that ended before its first step
     (command.folder / "runs" / "auto" / "config.yaml").write_text(to_yaml(out_of_memory), encoding="utf-8")
-    first = under_limit(command, 4_000_000, *settings, "training.max_steps=1")
+    first = under_limit(command, 3_600_000, *settings, "training.max_steps=1")
     assert first.returncode == 0, first.stderr
     run = command.folder / "runs" / "auto"
     found = read_json(newest(run) / "state.json")["recipe"]["data.max_tokens"]
