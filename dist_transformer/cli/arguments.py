@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.config.loading import load_config
+from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.run.folder import RunDir
@@ -46,18 +47,9 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
         return config, run_dir
     config = load_config(run, overrides, check_files=check_files)
     run_dir = RunDir(Path(config.run.root) / config.run.name)
-    return _as_begun(config, run_dir), run_dir
-
-
-def _as_begun(config: Config, run_dir: RunDir) -> Config:
-    """Returns the configuration with the run's own values of what it leaves open: the precision, the end of the schedule."""
-    training, has_end = config.training, config.schedule.name in ("cosine", "linear")
-    is_open = {"precision": training.precision == "auto", "max_steps": has_end and training.max_steps is None}
-    if not any(is_open.values()) or not run_dir.config.is_file():
-        return config
-    before = load_config(run_dir.config, check_files=False).training
-    kept = before.model_dump(include={key for key in is_open if is_open[key]})
-    return config.model_copy(update={"training": training.model_copy(update=kept)})
+    if config.training.precision == "auto" and run_dir.config.is_file():  # a run resumes in its original precision
+        config = with_precision(config, load_config(run_dir.config, check_files=False).training.precision)
+    return config, run_dir
 
 
 def read_run_folder(run: Path, overrides: list[str] | None = None) -> tuple[Config, RunDir]:

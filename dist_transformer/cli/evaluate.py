@@ -298,7 +298,7 @@ def _print_scores(scores: dict[str, Any]) -> None:
         "bleu_tokenised": "tokenised BLEU",
         "bleu_compound_split": "compound-split BLEU",
     }
-    for key in filter(scores.get, names):
+    for key in (key for key in names if key in scores):
         print(f"{names[key]}  {scores[key]:.2f}  {scores[f'{key}_signature']}")
     print(f"exact {100 * float(scores['exact_match']):.2f} %")
     if "plugin" in scores:
@@ -316,7 +316,7 @@ def report_to_mlflow(found: Scored) -> None:
     config, run_dir = found.run
     if (status := status_said(run_dir)) is None:
         return
-    problem: str | None = "the run is being trained; evaluate again when it has ended"
+    problem: str | None = "the run is being trained, or its lock cannot be taken; evaluate again when it has ended"
     with while_nobody_trains(run_dir) as is_free:
         for each in (found, *found.modified) if is_free else ():
             numbers = {key: value for key, value in each.measured.items() if isinstance(value, float)}

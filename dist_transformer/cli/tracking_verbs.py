@@ -83,8 +83,10 @@ def ui_command(
     """Open MLflow's web page on the runs of a folder."""
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
-    if RunDir(root).config.is_file():
-        raise UserError(f"{root}: is a run; expected the folder of runs: dist-transformer ui {root.absolute().parent}")
+    if RunDir(root).config.is_file() and not (root / "mlflow.db").exists():
+        raise UserError(
+            f"{root}: is a run; expected the folder of runs: dist-transformer ui {RunDir(root.absolute().parent).quoted}"
+        )
     from dist_transformer.tracking.tracker import ui_command as command
 
     # MLflow's jobs evaluate language models in many processes.

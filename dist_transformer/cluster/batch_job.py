@@ -101,7 +101,7 @@ class BatchJob:
                 requeue.begin(self._run_dir, self._job, self._attempt)
                 return
             except OSError as error:
-                if not tries_left:
+                if not tries_left or isinstance(error, PermissionError):
                     raise
                 self._say(f"the run folder cannot be read or written; trying again: {error}")
             time.sleep(2 * RETRY_SECONDS)

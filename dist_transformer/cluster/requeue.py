@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.files import refresh, write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
@@ -126,7 +126,7 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
     """
     if exit_code in (EXIT_DONE, EXIT_USER_ERROR):
         return Decision("stop", "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
-    if exit_code == EXIT_REQUEUE and run_dir.stop_file.exists():
+    if run_dir.stop_file.exists():  # also if the save of the stop failed
         return Decision("stop", f"stopped by the file {run_dir.stop_file}")
     refresh(run_dir.checkpoints)  # another machine wrote the newest ones
     newest, without_progress = newest_checkpoint(run_dir), 0

@@ -1,8 +1,9 @@
 """Rollback of the run folder after a refused submission."""
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dist_transformer.cluster.slurm import PerhapsSubmitted
@@ -12,14 +13,12 @@ from dist_transformer.files import replacing
 @contextmanager
 def rolled_back_if_refused(files: Sequence[Path], snapshot: Path) -> Iterator[None]:
     """Restores `files` and `snapshot` after any error inside the context, unless there may be a job that needs them."""
-    aside = snapshot.with_name("before")
-    shutil.rmtree(aside, ignore_errors=True)
-    # Scripts are not read: a colleague who submitted the run before may be the only one who may.
-    moved = [path for path in (snapshot, *files) if path.parent == snapshot.parent and path.exists()]
-    before = {path: path.read_bytes() if path.is_file() and path not in moved else None for path in files}
-    aside.mkdir()
-    for path in moved:
-        path.rename(aside / path.name)
+    # Renamed, not read, and where they are: of a colleague who submitted the run before, they can be neither read nor moved.
+    ours = [path for path in (snapshot, *files) if path.parent == snapshot.parent and path.exists()]
+    aside = {path: path.with_name(f"{path.name}.{os.getpid()}.before") for path in ours}
+    before = {path: path.read_bytes() if path.is_file() and path not in aside else None for path in files}
+    for path, other in aside.items():
+        path.rename(other)
     try:
         yield
     except PerhapsSubmitted:
@@ -32,8 +31,9 @@ def rolled_back_if_refused(files: Sequence[Path], snapshot: Path) -> Iterator[No
             elif not path.is_file() or path.read_bytes() != old:
                 with replacing(path) as temporary:
                     temporary.write_bytes(old)
-        for path in moved:
-            (aside / path.name).rename(path)
-        aside.rmdir()
+        for path, other in aside.items():
+            other.rename(path)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    for other in snapshot.parent.glob("*.before"):
+        with suppress(OSError):
+            shutil.rmtree(other) if other.is_dir() else other.unlink()

@@ -68,9 +68,7 @@ def _model_file_problems(tokenizer: TokenizerConfig, is_made: Callable[[str], bo
             yield f"tokenizer.{key}: {what}: {os.path.abspath(given)}; expected a sentencepiece model: RUN/model/source.model"
 
 
-ABSOLUTE_STORE = r"(?!sqlite[\w+]*:(?!////))"
-"""Refuses an sqlite file relative to whichever folder a command runs in, in front of a pattern of addresses."""
-_TRACKING_ADDRESS = rf"{ABSOLUTE_STORE}(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|databricks\b"
+_TRACKING_ADDRESS = r"(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|databricks\b"
 
 
 def _check_tracking(tracking: Any) -> Iterator[str]:
@@ -122,17 +120,18 @@ def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: A
         )
 
 
-def _check_schedule(optimizer: Any, schedule: Any, training: Any, run: Any) -> Iterator[str]:
+def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[str]:
     if training.max_steps is None and training.max_epochs is None:
         yield "training.max_steps: give max_steps or max_epochs, else the run never ends"
     if schedule.name != "inverse_sqrt" and optimizer.learning_rate is None:
         yield f"schedule.name: {schedule.name} needs optimizer.learning_rate (only inverse_sqrt has the paper's)"
     if training.max_steps is not None and schedule.warmup_steps > training.max_steps:
         yield f"schedule.warmup_steps: {schedule.warmup_steps} is above training.max_steps {training.max_steps}"
-    # A run that has begun keeps its own end (cli/arguments.py).
-    is_begun = "max_steps" not in training.model_fields_set and os.path.isfile(f"{run.root}/{run.name}/config.yaml")
-    if schedule.name in ("cosine", "linear") and training.max_steps is None and not is_begun:
-        yield f"schedule.name: {schedule.name} ends at training.max_steps, which is not given; give it, also with max_epochs"
+    if schedule.name in ("cosine", "linear") and training.max_steps is None:
+        yield (
+            f"schedule.name: {schedule.name} ends at training.max_steps, which is not given; give it, also beside max_epochs "
+            "(100000 to a run that a version before began without it)"
+        )
 
 
 def _check_matrices(optimizer: Any, training: Any, model: Any) -> Iterator[str]:

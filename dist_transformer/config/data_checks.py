@@ -17,8 +17,6 @@ RESERVED_NAMES = ("train", *SPLIT_NAMES)
 """Names of the corpora of `data` itself."""
 
 _CORPUS_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]+")
-_LANGUAGE_TAG = re.compile(r"(?:<2|>>|__)([a-z]{2,3})(?:>|<<|__)")
-"""Usual tags that say which language follows: <2de>, >>de<<, __de__."""
 
 
 def check_training_corpora(data: DataConfig) -> Iterator[str]:
@@ -102,8 +100,7 @@ def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Yields a problem for each missing local file or pattern that nothing makes; addresses are checked when read. Also what
-    is wrong for a start alone, and not where a run is only read: tags that contradict the languages."""
+    """Yields a problem for each missing local file or pattern that nothing makes; addresses are checked when read."""
     training = [*data.training_corpora().values()]
     for path, corpus in _corpora(data):
         named, found = {key: getattr(corpus, key) for key in ("source", "target", "path")}, {}
@@ -111,7 +108,6 @@ def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> It
             if any(corpus is each for each in training):
                 filters = data.filters_of(corpus)
                 named |= {f"filters.scores.{name}": name for name in filters.scores if corpus.source}
-                yield from _tag_problems(path, corpus, filters.rules, data.languages_of(corpus))
         for key, name in named.items():
             if not name or is_address(where := located(data.root, name)):
                 continue
@@ -125,16 +121,6 @@ def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> It
                 f"{path}.source; file n of one side, in the order of their names, is aligned with "
                 "file n of the other"
             )
-
-
-def _tag_problems(
-    path: str, corpus: CorpusConfig, rules: Mapping[str, Any], languages: tuple[str, str]
-) -> Iterator[str]:
-    tagged = [match[1] for match in map(_LANGUAGE_TAG.fullmatch, corpus.tags) if match]
-    for rule in (rule for rule in ("language", "lingua") if rules.get(rule)):
-        if tagged and corpus.languages is None and language_code(languages[1]) not in tagged:
-            way = f"`languages: [SOURCE, TARGET]` of this corpus, or `filters: {{rules: {{{rule}: false}}}}`"
-            yield f"{path}.languages: the rule {rule} expects {' and '.join(languages)}, and tags say {tagged[0]}: give {way}"
 
 
 def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:

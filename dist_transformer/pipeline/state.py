@@ -143,13 +143,18 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     settings, paths = _what_goes_in(pipeline, name)
     files = _fingerprints(paths, record.get("files", {}), hashed)
     # As versions before counted them: a node that they have made is not made again.
-    bare = json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), ""))
-    former, before_of = (bare, _digest(settings, pipeline.root)), record.get("made_of")
+    text, before_of = json.dumps(settings, sort_keys=True), record.get("made_of")
+    texts = (text, text.replace('"max_steps": null', '"max_steps": 100000'))  # the default, beside max_epochs too
+    former = [
+        json_digest(each) for one in texts for each in (one.replace(str(pipeline.root), ""), _moved(one, pipeline.root))
+    ]
     counted = before_of.get("settings") if isinstance(before_of, dict) else None
     for section, key in NO_RESULT if pipeline.nodes[name].kind == "train" else ():
         del settings[1][section][key]
     made_of = {
-        "settings": counted if counted in former else _digest(settings, pipeline.root),
+        "settings": counted
+        if counted in former
+        else json_digest(_moved(json.dumps(settings, sort_keys=True), pipeline.root)),
         "files": _sums(files),
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
@@ -176,10 +181,10 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
 
 
-def _digest(settings: Any, root: Path) -> str:
-    start = json.dumps(str(root))[:-1]  # as paths below it begin in JSON; it may be moved
-    text = json.dumps(settings, sort_keys=True)
-    return json_digest(text.replace(f"{start}/", '"/').replace(f'{start}"', '""'))
+def _moved(text: str, root: Path) -> str:
+    """Returns settings as JSON with paths relative to the root, which may be moved."""
+    start = json.dumps(str(root))[:-1]  # as paths below it begin in JSON
+    return text.replace(f"{start}/", '"/').replace(f'{start}"', '""')
 
 
 def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dist_transformer.config.checks import ABSOLUTE_STORE
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import DecodingConfig, TrackingConfig
@@ -239,7 +238,7 @@ def address_of(settings: TrackingConfig) -> str | None:
     said = os.environ.get(VARIABLE)
     if settings.uri or said is None:
         return settings.uri
-    if re.match(rf"{ABSOLUTE_STORE}[\w+.-]+://.|databricks", said):
+    if re.match(r"(?!sqlite[\w+]*:(?!////))[\w+.-]+://.|databricks", said):  # no file relative to a command's folder
         return said
     shown = "***" if "@" in said else repr(said)
     got = shown if said.strip() else "an empty text; was the address to be read from a file that is not there?"

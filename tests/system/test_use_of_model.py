@@ -157,6 +157,7 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
     assert "exact 66.67 %" in command(
         "evaluate", "--hypothesis", files["ours"], "--reference", files["one"], "--reference", files["two"]
     )
+    assert "BLEU  0.00" in command("evaluate", "--hypothesis", files["ours"], "--reference", files["zh"])
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,12 @@ def prepare_with_progress(
     Args:
         processes: number of processes of this machine that share the work; if more than 1, `stop` must listen.
     """
-    from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
     from dist_transformer.data.prepare.claims import WAITING
     from dist_transformer.data.prepare.preparation import prepare, prepared_folder
     from dist_transformer.data.recipe import make_recipe
 
     recipe = cache(partial(make_recipe, config))
     folder = prepared_folder(config, recipe)
-    if os.environ.get("RANK", "0") != "0" and (folder / MANIFEST_NAME).exists():
-        return folder, Manifest.load(folder)  # rank 0 compares its text: not all ranks read it at once
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a machine all prepare
     threads = threads_per_rank(processes * ranks)
     with progress_bar() as draw:

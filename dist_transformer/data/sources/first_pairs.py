@@ -24,18 +24,20 @@ def first_pairs_problems(config: Config) -> list[str]:
 
 
 def _problem(corpus: CorpusConfig, config: Config, rows: int) -> str | None:
+    name = corpus.path or corpus.source
+    if not name or is_address(located(config.data.root, name)):
+        return None
     # Imported here: numpy and pyarrow take longer than the rest of `submit`.
     from dist_transformer.data.filters import Cleaner
     from dist_transformer.data.sources.corpus import read_corpus
     from dist_transformer.data.sources.files import corpus_name
 
-    name = corpus.path or corpus.source
-    if not name or is_address(located(config.data.root, name)):
-        return None
     try:
         batch = next(read_corpus(corpus, config.data, rows))
     except DataError as error:
         return str(error)
+    if rows != ROWS:
+        return None
     # Without the plug-in, whose code is not run here, and rules that load a model or read the held-out corpora.
     filters = config.data.filters_of(corpus).without_rules().model_copy(update={"plugin": None})
     text = Cleaner(filters, config.data.languages_of(corpus)).clean(batch)
@@ -43,7 +45,7 @@ def _problem(corpus: CorpusConfig, config: Config, rows: int) -> str | None:
     if config.tokenizer.source_model is None:  # ours have at least one token per word, and the end of sentence
         words = [max(map(len, map(str.split, pair))) for pair in zip(text.source, text.target, strict=True)]
         dropped["too_long"] += sum(count >= filters.max_tokens for count in words)
-    if dropped.total() < len(batch.source) or rows != ROWS:
+    if dropped.total() < len(batch.source):
         return None
     counts = ", ".join(f"{rule} {count}" for rule, count in dropped.items() if count)
     return (

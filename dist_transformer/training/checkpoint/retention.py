@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,14 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
 def _is_due(path: Path, key: str, otherwise: int) -> bool:
     """True if the step is a multiple of a setting of the start that saved it, or `otherwise` (0: none) if that had none."""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        state = patiently(path / STATE, lambda: read_json(path / STATE))
-        otherwise = int(state["settings"]["checkpoints"][key]) or otherwise
+        otherwise = int(_settings(path)[key]) or otherwise
     return otherwise > 0 and step_of(path) > 0 and step_of(path) % otherwise == 0
+
+
+@cache  # what is saved does not change
+def _settings(path: Path) -> Any:
+    """Returns the `checkpoints` settings of the start that saved a checkpoint."""
+    return patiently(path / STATE, lambda: read_json(path / STATE))["settings"]["checkpoints"]
 
 
 def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> dict[Path, float]:

@@ -106,7 +106,7 @@ def test_a_log_that_takes_no_more_writes_ends_no_script(tmp_path: Path, name: st
     (tmp_path / "srun").write_text("#!/bin/bash\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
     checkout = str(PACKAGE.parent)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": checkout, "SLURM_JOB_NODELIST": "n1"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": checkout, "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "20"}
     with Path("/dev/full").open("wb", buffering=0) as full:
         done = subprocess.run(
             ["bash", str(share_folder("slurm") / name), "translate"], cwd=tmp_path, stdout=full, check=False,

@@ -232,7 +232,7 @@ def test_an_alias_that_mlflow_keeps_for_itself_is_refused(path, alias):
     assert "keeps for itself" in one_problem_of(path, f"tracking.alias={alias}", "tracking.register_as=en-de")
 
 
-@pytest.mark.parametrize("address", ["foo://bar", "login01:5000", "mlflow.db", "http://", "sqlite:///mlflow.db"])
+@pytest.mark.parametrize("address", ["foo://bar", "login01:5000", "mlflow.db", "http://"])
 def test_a_tracking_address_that_mlflow_cannot_know_is_refused(path, address):
     assert "tracking.uri: expected http://HOST:PORT" in one_problem_of(path, f"tracking.uri={address}")
 

@@ -381,24 +381,6 @@ def test_a_missing_file_of_scores_is_told_as_one_of_text(tmp_path):
     )
 
 
-@pytest.mark.parametrize("tag", ["<2fr>", ">>fr<<", "__fr__"])
-def test_a_tag_that_names_another_language_than_the_rule_expects_is_told(tmp_path, tag):
-    given = [f"data.train.tags=[<bt>, '{tag}']", "data.filters.rules.language=true"]
-    assert (
-        "data.train.languages: the rule language expects en and de, and tags say fr: give `languages: [SOURCE, TARGET]` of "
-        "this corpus, or `filters: {rules: {language: false}}`"
-    ) in one_problem_of(tmp_path, FILTERED, *given)
-    path = write(tmp_path, FILTERED)
-    for way_out in (
-        "languages=[en, fr]",
-        "languages=[en, de]",
-        "filters={rules: {language: false}}",
-        "tags=[<2de>, <bt>]",
-    ):
-        assert load_config(path, [*given, f"data.train.{way_out}"])
-    assert load_config(path, given[:1])
-
-
 def test_a_corpus_without_languages_of_its_own_is_dumped_as_before_they_were_a_setting(tmp_path):
     path = write(tmp_path, FILTERED)
     assert "languages" not in load_config(path, []).data.model_dump()["train"]

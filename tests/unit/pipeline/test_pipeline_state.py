@@ -287,7 +287,9 @@ def test_a_pipeline_that_is_moved_stays_done(place, folder):
 @pytest.mark.parametrize("is_bare", [True, False])
 def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare):
     """One cut the root as bare text: out of its name in those beside it too, but not where JSON escapes it. Both counted
-    every setting."""
+    every setting, and the default of max_steps beside max_epochs."""
+    base = folder / "base.yaml"
+    base.write_text(base.read_text().replace("max_steps: 5", "max_epochs: 5"))
     (folder / "würfe_text").mkdir()
     (folder / "würfe_text" / "mono").write_text("1\n2\n")
     pipeline = pipeline_in(folder, f"root={folder}/würfe", "nodes.forward.input=würfe_text/mono")
@@ -296,8 +298,9 @@ def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare):
     for name, node in pipeline.nodes.items():
         record = read_json(pipeline.folder(name) / module.RECORD)
         settings = module._what_goes_in(pipeline, name)[0]
-        bare = module.json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), ""))
-        record["made_of"]["settings"] = bare if is_bare else module._digest(settings, pipeline.root)
+        text = json.dumps(settings, sort_keys=True).replace('"max_steps": null', '"max_steps": 100000')
+        text = text.replace(str(pipeline.root), "") if is_bare else module._moved(text, pipeline.root)
+        record["made_of"]["settings"] = module.json_digest(text)
         record["made_of"]["nodes"] = {other: keys[other] for other in node.reads}
         keys[name] = record["key"] = module.json_digest(record["made_of"])
         write_json(pipeline.folder(name) / module.RECORD, record)
