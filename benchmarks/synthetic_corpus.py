@@ -22,7 +22,7 @@ from dist_transformer.data.manifest import (
     TokenizerFiles,
     content_digest,
 )
-from dist_transformer.data.prepare.shards import LARGEST_UINT16_VOCABULARY, write_shard
+from dist_transformer.data.prepare.shards import LARGEST_UINT16_VOCABULARY, count_tokens, write_shard
 from dist_transformer.training.run_data import RunData
 
 PAD_ID, BOS_ID, EOS_ID, FIRST_WORD_ID = 0, 1, 2, 4
@@ -62,7 +62,9 @@ def write_tokens(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: 
         row_ids = np.arange(first, min(first + SHARD_ROWS, num_pairs))
         source, target = (_ids(lengths, vocabulary, random) for lengths in pair_lengths(len(row_ids), random))
         table = pa.table({"row_id": row_ids, "source": source, "target": target})
-        shards.append(write_shard(table, folder, f"{SHARD_FOLDER}/train-{len(shards):05d}.parquet", row_group_rows))
+        shards.append(
+            write_shard(table, folder, f"{SHARD_FOLDER}/train-{len(shards):05d}.parquet", row_group_rows, count_tokens)
+        )
     manifest = manifest_of(shards, vocabulary)
     manifest.save(folder)
     return Corpus(folder, manifest)

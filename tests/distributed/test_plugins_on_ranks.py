@@ -139,6 +139,7 @@ class build(torch.nn.Module):
 )
 def test_code_that_cannot_be_trained_is_one_message(command: Command, undisturbed: Path, code, message, num_ranks):
     (command.folder / "wrong.py").write_text(code, encoding="utf-8")
+    shutil.rmtree(command.folder / "__pycache__", ignore_errors=True)  # of code of this size in the same second
     wrong = ("run.name=wrong", "model.plugin=wrong.py:build")
     out = command("train", "small.yaml", *wrong, "--ranks", num_ranks, code=2)
     assert message.format(file=command.folder / "wrong.py") in out

@@ -107,7 +107,8 @@ class Command:
 
 def records(run: Path, event: str = "train", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The records of one kind of a run folder's metrics."""
-    lines = (run / file).read_text(encoding="utf-8").splitlines()
+    text = (run / file).read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last line may be half written
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 

@@ -162,10 +162,11 @@ def test_what_is_not_on_s3_is_named(command: Command, servers, tmp_path):
 
 @pytest.mark.parametrize("place", ["S3", "Hub"])
 def test_a_run_streams_through_errors_ends_with_one_message_in_an_outage_and_resumes(
-    command: Command, dataset, streamed, servers, place
+    command: Command, dataset, streamed, servers, place, tmp_path
 ):
     server: Proxy = servers[place]
-    train = ("train", "small.yaml", f"run.name=from_{place}", PLACES[place](dataset), *SETTINGS)
+    own = f"data.prepared={tmp_path / 'prepared'}"  # not that of the same text on the disk
+    train = ("train", "small.yaml", f"run.name=from_{place}", PLACES[place](dataset), *SETTINGS, own)
     server.set_fault(Fault(only="parquet", is_cut=True, is_rank_zero=True))
     command(*train, "training.max_steps=3")
     assert server.met >= 2

@@ -140,9 +140,11 @@ def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
 def _corpus_of_run(config: Config, root: Path) -> Path | None:
     """Returns the prepared corpus of the newest checkpoint that the run has in this run.root; None without one."""
     run_dir = RunDir(root.absolute() / config.run.name)
-    state = run_dir.checkpoints / (newest_checkpoint(run_dir) or "") / "state.json"
-    given = flatten(read_record(state)).get("settings.data.prepared")
-    return run_dir.prepared(given) if isinstance(given, str) else None
+    with suppress(OSError, MachineError):  # the start of the run tells it
+        state = run_dir.checkpoints / (newest_checkpoint(run_dir) or "") / "state.json"
+        given = flatten(read_record(state)).get("settings.data.prepared")
+        return run_dir.prepared(given) if isinstance(given, str) else None
+    return None
 
 
 def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) -> Manifest | None:

@@ -76,8 +76,9 @@ class Slurm:
         (self.folder / "nodes").write_text("".join(lines))
 
     def start(
-        self, *steps: str, spare: int = 0, log: int = subprocess.PIPE, python: Path = Path(sys.executable)
-    ) -> "subprocess.Popen[str]":
+        self, *steps: str, spare: int = 0, log: int = subprocess.PIPE, python: Path = Path(sys.executable),
+        programs: str = "/usr/bin:/bin",
+    ) -> "subprocess.Popen[str]":  # fmt: skip
         for number, step in enumerate(steps, 1):
             (self.folder / f"step_{number}").write_text(step)
         for name, body in self.programs.items():
@@ -96,7 +97,7 @@ class Slurm:
         settings = ["off", "180", "0.8", str(spare), "1", "--mpi=none", "0"]
         return subprocess.Popen(
             [python, "-u", "-c", main, *settings, str(self.run_dir.path)],
-            env={**kept, **slurm, **constants, "PATH": f"{self.folder}:/usr/bin:/bin"},
+            env={**kept, **slurm, **constants, "PATH": f"{self.folder}:{programs}"},
             stdout=log, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -226,8 +227,11 @@ def test_programs_that_cannot_be_started_end_no_job_that_is_to_be_requeued(slurm
     """The watch of this node, the ranks' second start, and the report to MLflow."""
     python = slurm.folder / "python"
     python.symlink_to(sys.executable)
+    (slurm.folder / "bin").mkdir()
+    for program in ("bash", "cat", "grep", "mv", "rm", "sleep", "wc"):  # no srun of this machine's
+        (slurm.folder / "bin" / program).symlink_to(f"/bin/{program}")
     without_programs = f"mv {slurm.folder}/srun {slurm.folder}/gone; rm {python}; sleep 1; {FAILS}"
-    process = slurm.start(without_programs, python=python)
+    process = slurm.start(without_programs, python=python, programs=f"{slurm.folder}/bin")
     said = process.communicate(timeout=240)[0]
     assert "srun cannot be started: [Errno 2] No such file" in said
     assert "MLflow was not told of the end" in said
