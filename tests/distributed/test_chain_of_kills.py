@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,8 @@ class Strikes:
 
 def children_of(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        yield from map(int, (task / "children").read_text(encoding="utf-8").split())
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            yield from map(int, (task / "children").read_text(encoding="utf-8").split())
 
 
 def is_forked_by_server(pid: int) -> bool:
