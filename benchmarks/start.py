@@ -7,7 +7,7 @@ Commands: CPU-seconds of those that only look; 0.4 is the budget of each.
 
 Start: seconds from the command `train --ranks 2` to the end of its first step, and CPU-seconds of all its processes, as the
 package is and with each of the means by which a start is short taken out of a copy of it. A means is worth its place if
-the start takes at least a quarter longer without it.
+the start takes at least a quarter longer, or as much more processor time, without it.
 
 Busy machine: target tokens per second of one rank with two OpenMP threads, alone and beside three busy processes, for
 several settings of GNU OpenMP's waiting threads. Both on the embedded corpus; some six minutes a round on two cores.
