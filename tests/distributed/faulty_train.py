@@ -65,6 +65,8 @@ def install(fault: str) -> None:
         import dist_transformer.training.trainer as trainer
 
         trainer.dry_run = lambda *arguments: None
+    if fault == "waits for a signal":
+        install_waiting()
     if fault == "other machine":
         os.environ["ATEN_CPU_CAPABILITY"] = "default"  # asked for at the first product
     if fault == "wrong gradients":
@@ -146,6 +148,23 @@ def install_validation(number: int, where: str, what: str) -> None:
     replaced(Engine, "backward", "step")
     replaced(TorchSearcher, "search", "search")
     replaced(score, "corpus_scores", "scoring")
+
+
+def install_waiting() -> None:
+    """After six global batches of a start, the next one waits until a stop is asked for, or the rank is killed."""
+    from dist_transformer.training.global_batch import GlobalBatch
+    from dist_transformer.training.loop import Loop
+
+    step, batches = Loop._step, 0
+
+    def waiting(loop: Loop, batch: GlobalBatch, *others: object) -> bool:
+        nonlocal batches
+        batches += 1
+        while batches == 7 and not loop._run.wants_stop():
+            threading.Event().wait(0.01)
+        return step(loop, batch, *others)
+
+    Loop._step = waiting
 
 
 def install_wrong_gradients() -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import Command, newest_step, records, wait_for_start, wait_for_step
+from running import Command, records, wait_for_start, wait_for_step
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
+FAULTY = Path(__file__).with_name("faulty_train.py")
 LONG = ("training.max_steps=24", "checkpoints.every_steps=4", "data.audit=true")
 
 
@@ -48,12 +49,15 @@ def assert_same_run(run: Path, expected: Path) -> None:
 def test_six_steps_are_three_a_kill_and_three_and_stops_by_signals_save_and_exit_75(
     train_small, command: Command, undisturbed
 ):
-    """Killed, stopped by SIGUSR1, stopped by SIGTERM, finished: as soon as a start has trained a step."""
+    """Killed, stopped by SIGUSR1, stopped by SIGTERM, finished: each start waits for its signal after six steps."""
     run = command.folder / "runs" / "disturbed"
     for start, number in enumerate((signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM), 1):
-        process = command.start("train", "small.yaml", "run.name=disturbed", *LONG, "--ranks", 2)
+        saved = max((int(path.name[5:]) for path in (run / "checkpoints").glob("step_????????")), default=3)
+        process = command.start_program(
+            FAULTY, "waits for a signal", "all", "small.yaml", "run.name=disturbed", *LONG, 2
+        )
         wait_for_start(process, run, start)
-        wait_for_step(run, 5 if number == signal.SIGKILL else newest_step(run) + 1)
+        wait_for_step(run, saved + 2)
         if number == signal.SIGKILL:
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split():
                 os.kill(int(child), number)

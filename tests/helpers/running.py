@@ -95,6 +95,10 @@ class Command:
         ended = self._end_of([sys.executable, str(file)], arguments, None, environment)
         return ended.returncode, ended.stdout + ended.stderr
 
+    def start_program(self, file: Path, *arguments: object) -> "subprocess.Popen[str]":
+        """Starts a program of the tests in place of the command."""
+        return self._start([sys.executable, str(file)], arguments, {})
+
     def _end_of(
         self, program: list[str], arguments: tuple[object, ...], text: str | None, environment: dict[str, str]
     ) -> "subprocess.CompletedProcess[str]":
