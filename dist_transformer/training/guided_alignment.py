@@ -112,5 +112,5 @@ def _pairs(reader: RowReader, num_corpora: int) -> Iterator[Pair]:
     corpora = map(reader.read_first_pass, range(num_corpora))
     for rows in chain.from_iterable(zip_longest(*corpora)):
         if rows is not None:
-            sources = np.split(rows.source_ids, rows.source_offsets[1:-1])
-            yield from zip(sources, np.split(rows.target_ids, rows.target_offsets[1:-1]), strict=True)
+            sides = (np.split(side.ids.astype(np.int64), side.starts[1:]) for side in (rows.source, rows.target))
+            yield from zip(*sides, strict=True)

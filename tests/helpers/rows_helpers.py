@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
-from dist_transformer.data.loader.rows import RowReader, Rows
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.token_rows import TokenRows
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Manifest, RowGroup, Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.sources.demo_corpus import demo_pairs
@@ -106,15 +107,10 @@ def request(*slices: tuple[int, ...], key: WindowKey = KEY, **options: Any) -> W
     return WindowRequest(key, tuple(RowSlice(*piece) for piece in slices), **options)
 
 
-def as_lists(rows: Rows) -> list[tuple[int, list[int], list[int]]]:
+def as_lists(rows: TokenRows) -> list[tuple[int, list[int], list[int]]]:
     """(row id, source ids, target ids) of each row."""
-    sides = (np.split(ids, offsets[1:-1]) if len(offsets) > 1 else [] for ids, offsets in sides_of(rows))
+    sides = (np.split(side.ids, side.starts[1:]) if len(side.lengths) else [] for side in (rows.source, rows.target))
     return [(int(r), s.tolist(), t.tolist()) for r, s, t in zip(rows.row_ids, *sides, strict=True)]
-
-
-def sides_of(rows: Rows) -> Iterator[tuple[Any, Any]]:
-    yield rows.source_ids, rows.source_offsets
-    yield rows.target_ids, rows.target_offsets
 
 
 @contextmanager

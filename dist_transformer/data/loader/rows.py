@@ -6,12 +6,13 @@ Reads of a row group are retried. If all fail, the row group ends the run, or is
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.data.filters import Cleaner
@@ -33,28 +34,10 @@ QUARANTINED_BEFORE = "quarantined before"
 """Reason given for a row group that the request excludes."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Sentence pairs as token ids: a side of row r is `ids[offsets[r]:offsets[r + 1]]`."""
+class RowsRead(NamedTuple):
+    """The rows of a window, and the row groups left out, newly or by the request."""
 
-    row_ids: Ints
-    source_ids: Ints
-    source_offsets: Ints
-    target_ids: Ints
-    target_offsets: Ints
-
-
-@dataclass(frozen=True)
-class RowsRead:
-    """The rows of a window, and the counts of the others.
-
-    Attributes:
-        dropped: number of rows dropped by rule (see filters.RULES); only for text tokenized on the fly.
-        quarantined: row groups left out, newly or by the request.
-    """
-
-    rows: Rows
-    dropped: dict[str, int]
+    rows: TokenRows
     quarantined: tuple[Quarantined, ...]
 
 
@@ -88,22 +71,25 @@ class RowReader:
         groups, quarantined = self._read_groups(request)
         pieces = [piece for piece in request.slices if (piece.corpus, piece.row_group) in groups]
         parts = self._sampler.run(request.key, lambda: [self._rows(piece, groups) for piece in pieces])
-        row_ids = [(piece.corpus << CORPUS_SHIFT) + part.row_numbers for piece, part in zip(pieces, parts, strict=True)]
+        row_ids = [(piece.corpus << CORPUS_SHIFT) + part.row_ids for piece, part in zip(pieces, parts, strict=True)]
+        sides = _joined([part.source for part in parts]), _joined([part.target for part in parts])
         dropped = sum((part.dropped for part in parts), Counter[str]())
-        return RowsRead(joined(parts, row_ids), dict(dropped), quarantined)
+        return RowsRead(TokenRows(_concatenated(row_ids), *sides, dropped), quarantined)
 
-    def read_split(self, split: str) -> Iterator[Rows]:
+    def read_split(self, split: str) -> Iterator[TokenRows]:
         """Yields all rows of a split of token shards in order, by row group; DataError if one cannot be read."""
         yield from self._in_order(0, self._corpus(split))
 
-    def read_first_pass(self, corpus: int) -> Iterator[Rows]:
+    def read_first_pass(self, corpus: int) -> Iterator[TokenRows]:
         """Yields the rows of a training corpus in order, some thousands at a time; DataError if some cannot be read.
 
         Text is modified as in the first pass over the corpus; of subword sampling the draws are others.
         """
         yield from self._in_order(corpus, self._corpora[corpus], ROWS_AT_ONCE)
 
-    def _in_order(self, number: int, corpus: TokenCorpus | TextCorpus, at_once: int | None = None) -> Iterator[Rows]:
+    def _in_order(
+        self, number: int, corpus: TokenCorpus | TextCorpus, at_once: int | None = None
+    ) -> Iterator[TokenRows]:
         for row_group in range(len(corpus.places)):
             place = corpus.places[row_group]
             step = at_once or max(1, place.rows)
@@ -112,8 +98,7 @@ class RowReader:
                 for first in range(0, place.rows, step):
                     piece = RowSlice(number, row_group, first, min(first + step, place.rows))
                     rows = partial(corpus.rows, piece, table.slice(first, piece.last - first))
-                    part = self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
-                    yield joined([part], [part.row_numbers])
+                    yield self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
             except UnreadableRowGroup as error:
                 raise _cannot_read(place, error, self._remedy(place)) from error
 
@@ -163,15 +148,9 @@ def _cannot_read(place: RowGroupPlace, error: UnreadableRowGroup, remedy: str) -
     return kind(f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}.")
 
 
-def joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:
-    return Rows(
-        np.concatenate([np.empty(0, np.int64), *row_ids]),
-        *_joined_column([part.source for part in parts]),
-        *_joined_column([part.target for part in parts]),
-    )
+def _joined(columns: Sequence[TokenColumn]) -> TokenColumn:
+    return TokenColumn(_concatenated([column.ids for column in columns]), _concatenated([c.lengths for c in columns]))
 
 
-def _joined_column(columns: Sequence[TokenColumn]) -> tuple[Ints, Ints]:
-    """Returns the ids of all rows, and the offsets of the rows."""
-    ids = np.concatenate([np.empty(0, np.int64), *(column.ids for column in columns)], dtype=np.int64)
-    return ids, np.cumsum(np.concatenate([np.zeros(1, np.int64), *(column.lengths for column in columns)]))
+def _concatenated(parts: Sequence[NDArray[np.integer[Any]]]) -> Ints:
+    return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64)

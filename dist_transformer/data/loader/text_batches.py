@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dist_transformer.data.loader.loader import MicroBatch, micro_batches
-from dist_transformer.data.loader.rows import joined
 from dist_transformer.data.loader.text_rows import token_column
 from dist_transformer.data.loader.token_rows import TokenRows
 from dist_transformer.data.loader.window import WindowBuilder
@@ -35,9 +34,9 @@ def text_batches(
         encoded = tokenizer.encode_source(sources[chunk]), tokenizer.encode_target(targets[chunk])
         for side in encoded:
             refuse_longer([len(ids) for ids in side], max_positions, name, first)
-        row_ids = np.arange(first, first + len(encoded[0]))
-        part = TokenRows(row_ids, token_column(encoded[0]), token_column(encoded[1]), Counter())
-        yield from micro_batches(builder.build_rows(joined([part], [row_ids])), 0, tokenizer.bos_id)
+        source, target = map(token_column, encoded)
+        rows = TokenRows(np.arange(first, first + len(source.lengths)), source, target, Counter())
+        yield from micro_batches(builder.build_rows(rows), 0, tokenizer.bos_id)
 
 
 def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, num_before: int = 0) -> None:

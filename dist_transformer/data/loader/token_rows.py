@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,21 @@ class TokenColumn:
     ids: NDArray[np.integer[Any]]
     lengths: Ints
 
+    @cached_property
+    def starts(self) -> Ints:
+        """The place of the first id of each row."""
+        return np.cumsum(self.lengths) - self.lengths
+
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Some rows of a corpus, their numbers in it, and the number of rows dropped beside them by each rule."""
+    """Some rows, and the number of rows dropped beside them by each rule (only of text tokenized on the fly).
 
-    row_numbers: Ints
+    Attributes:
+        row_ids: numbers of the rows in their corpus; of a window those of a batch (see CORPUS_SHIFT).
+    """
+
+    row_ids: Ints
     source: TokenColumn
     target: TokenColumn
     dropped: Counter[str]

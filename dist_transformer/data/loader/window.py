@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from dist_transformer.data.loader.batching import Bucket, Ints, buckets_of
 from dist_transformer.data.loader.position import Quarantined
-from dist_transformer.data.loader.rows import RowReader, Rows
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
 from dist_transformer.data.special_tokens import SpecialTokens
 
@@ -48,7 +49,7 @@ class Window:
         tokens: for each shape in order, the source ids (rows, source_length) and then the target ids
             (rows, target_length), padded at the end.
         row_ids: ids of the real rows, in the same order.
-        dropped: number of rows dropped by rule, as in RowsRead.
+        dropped: number of rows dropped by rule, as in TokenRows.
     """
 
     request: WindowRequest
@@ -81,17 +82,17 @@ class WindowBuilder:
         random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
         buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
         shuffled = [buckets[i] for i in random.permutation(len(buckets))]
-        return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.quarantined)
+        return Window(request, *self._lay_out(read.rows, shuffled), dict(read.rows.dropped), read.quarantined)
 
-    def build_rows(self, rows: Rows) -> Window:
+    def build_rows(self, rows: TokenRows) -> Window:
         """Builds a window of these rows without randomness."""
         buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
         return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
 
-    def _buckets(self, rows: Rows, order: Ints) -> list[Bucket]:
-        return buckets_of(np.diff(rows.source_offsets), np.diff(rows.target_offsets), order, self._max_tokens)
+    def _buckets(self, rows: TokenRows, order: Ints) -> list[Bucket]:
+        return buckets_of(rows.source.lengths, rows.target.lengths, order, self._max_tokens)
 
-    def _lay_out(self, rows: Rows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
+    def _lay_out(self, rows: TokenRows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
         size = sum(bucket.rows * (bucket.source_length + bucket.target_length) for bucket in buckets)
         tokens = np.full(size, self._special.pad, np.int32)
         shapes, place = [], 0
@@ -99,18 +100,18 @@ class WindowBuilder:
             middle = place + bucket.rows * bucket.source_length
             end = middle + bucket.rows * bucket.target_length
             source, target = tokens[place:middle].reshape(bucket.rows, -1), tokens[middle:end].reshape(bucket.rows, -1)
-            source_tokens = _fill(source, rows.source_ids, rows.source_offsets, bucket.members)
-            target_tokens = _fill(target, rows.target_ids, rows.target_offsets, bucket.members)
+            source_tokens = _fill(source, rows.source, bucket.members)
+            target_tokens = _fill(target, rows.target, bucket.members)
             shapes.append(BatchShape(*bucket[1:], bucket.rows, source_tokens, target_tokens))
             place = end
         members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])
         return tuple(shapes), tokens, rows.row_ids[members]
 
 
-def _fill(side: Tokens, ids: Ints, offsets: Ints, members: Ints) -> int:
+def _fill(side: Tokens, rows: TokenColumn, members: Ints) -> int:
     """Writes the ids of the members into a side of a micro-batch; returns the number of tokens."""
-    starts, lengths = offsets[members], offsets[members + 1] - offsets[members]
+    starts, lengths = rows.starts[members], rows.lengths[members]
     column = np.arange(side.shape[1])
     is_real = column < lengths[:, None]
-    side[is_real] = ids[(starts[:, None] + column)[is_real]]
+    side[is_real] = rows.ids[(starts[:, None] + column)[is_real]]
     return int(lengths.sum())

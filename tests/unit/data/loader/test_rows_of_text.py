@@ -80,7 +80,7 @@ def test_rows_are_filtered_and_tokenized_as_by_prepare_and_numbered_by_their_pla
     assert len(PAIRS) > len(text.source) > len(PAIRS) / 2
     read = reader_of(folder, {"train": split}, filters=FILTERS).read(request(*WHOLE))
     assert as_lists(read.rows) == [(row, ids[0][row], ids[1][row]) for row in text.positions]
-    assert read.dropped == dict(text.counts())
+    assert read.rows.dropped == dict(text.counts())
 
 
 def test_any_cut_of_a_window_gives_the_same_rows(folder, split):
@@ -112,7 +112,7 @@ def test_nested_columns_in_place_are_normalized_and_tagged(folder, tokenizer):
     assert as_lists(read.rows) == [
         (0, *tokenizer.encode_source(["<2de> Caf\u00e9"]), *tokenizer.encode_target(["Kaffee"]))
     ]
-    assert read.dropped == {"empty": 2}
+    assert read.rows.dropped == {"empty": 2}
 
 
 def test_bad_encoding_is_dropped_and_counted_where_the_configuration_says_so(folder):
@@ -122,7 +122,7 @@ def test_bad_encoding_is_dropped_and_counted_where_the_configuration_says_so(fol
     split = in_place(folder / "user/bad.parquet", table, TextColumns("en", "de", ""))
     read = read_all(folder, split, filters={"bad_encoding": "drop"})
     assert [row for row, _, _ in as_lists(read.rows)] == [0, 2]
-    assert read.dropped == {"bad_encoding": 1}
+    assert read.rows.dropped == {"bad_encoding": 1}
 
 
 def at(**key: int) -> WindowRequest:
@@ -191,7 +191,7 @@ def all_rows(config: Config, folder: Path) -> tuple[list[tuple[int, list[int], l
     groups = enumerate(manifest.splits["train"].row_groups)
     reader = RowReader(folder, manifest, config.data, 0.0, seed=1)
     read = reader.read(request(*((0, number, 0, group.rows) for number, group in groups)))
-    dropped = Counter(manifest.splits["train"].dropped) + Counter(read.dropped)
+    dropped = Counter(manifest.splits["train"].dropped) + Counter(read.rows.dropped)
     return sorted(as_lists(read.rows)), dict(dropped)
 
 
