@@ -19,7 +19,8 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
-from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
+from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
+from dist_transformer.data.prepare.report import ReportedCorpus
 from dist_transformer.data.prepare.scan import (
     ReportProgress,
     all_corpora,
@@ -29,8 +30,7 @@ from dist_transformer.data.prepare.scan import (
 )
 from dist_transformer.data.prepare.shards import count_tokens, gather_ranges, write_shard, write_spill
 from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
-from dist_transformer.data.prepare.statistics import ReportedCorpus
-from dist_transformer.data.prepare.tokenize_rows import ChunkRows, CountedRows, text_rows, tokenized_rows
+from dist_transformer.data.prepare.tokenize_rows import CountedRows, text_rows, tokenized_rows
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
@@ -170,7 +170,7 @@ class Units:
         """Reads a corpus, up to its last free chunk, and builds the chunks that are free when the reading reaches them."""
         name, is_keys = unit.removesuffix(KEYS), unit.endswith(KEYS)
         total, cleaner = self._state.rows_total[name], self._cleaners[name]
-        rows: ChunkRows | ChunkKeys = ChunkKeys() if is_keys else ChunkRows()
+        rows: list[Any] = []  # of the chunk, batch by batch: BatchKeys or CountedRows
         with suppress(_NothingFree), closing(ChunkClaims(self.work, unit, CHUNK_ROWS)) as claims:
 
             def wanted(first_row: int) -> bool:
@@ -182,16 +182,16 @@ class Units:
             scores = cleaner.settings.scores
             for batch in read_corpus(self._corpora[name], self._config.data, BATCH_ROWS, wanted, scores):
                 chunk, end = batch.first_row // CHUNK_ROWS, batch.first_row + len(batch.source)
-                if isinstance(rows, ChunkKeys):
-                    rows.add(cleaner.clean(batch), batch.first_row)
+                if is_keys:
+                    rows.append(batch_keys(cleaner.clean(batch), batch.first_row))
                 else:
-                    rows.add(self._kept(name, batch, chunk))
+                    rows.append(self._kept(name, batch, chunk))
                 self._progress(unit, end, total)
                 if end % CHUNK_ROWS == 0:
-                    claims.finish(chunk, self._write_chunk(name, chunk, rows))
-                    rows = type(rows)()
+                    claims.finish(chunk, self._write_chunk(name, chunk, rows, is_keys))
+                    rows = []
             for last in claims.unfinished:  # the last chunk ends with the corpus
-                claims.finish(last, self._write_chunk(name, last, rows))
+                claims.finish(last, self._write_chunk(name, last, rows, is_keys))
             self._make(end_unit(unit), lambda: claims.num_chunks)
 
     def _kept(self, name: str, batch: RawBatch, chunk: int) -> CountedRows:
@@ -206,17 +206,18 @@ class Units:
         """True if the shards built from a corpus contain text."""
         return self._config.data.on_the_fly and name in self._training
 
-    def _write_chunk(self, name: str, chunk: int, rows: ChunkRows | ChunkKeys) -> dict[str, Any] | None:
+    def _write_chunk(self, name: str, chunk: int, rows: list[Any], is_keys: bool) -> dict[str, Any] | None:
         """Writes the files of a chunk; returns its result."""
-        if isinstance(rows, ChunkKeys):
-            rows.save(self._hash_file(name, chunk))
+        if is_keys:
+            save_keys(self._hash_file(name, chunk), rows)
             return None
-        counts, shard = rows.counts(), None
+        table = pa.concat_tables([table for table, _ in rows])
+        counts, shard = Chunk.together([counts for _, counts in rows]), None
         if counts.rows and name in self._training:
             corpus = self._training.index(name)
-            write_spill(rows.table(), self._spill(name, chunk), self._config.run.seed, corpus, chunk)
+            write_spill(table, self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
-            shard = asdict(self._write_shard(name, chunk, rows.table()))
+            shard = asdict(self._write_shard(name, chunk, table))
         return {"counts": asdict(counts), "shard": shard}
 
     def _made_chunks(self, name: str) -> MadeChunks:

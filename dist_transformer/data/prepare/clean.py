@@ -18,7 +18,7 @@ from typing import Any
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.prepare.chunks import BATCH_ROWS, CHUNK_ROWS
-from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
+from dist_transformer.data.prepare.duplicates import BatchKeys, Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.scan import ReportProgress, read_held_out
 from dist_transformer.data.sources.corpus import read_corpus
 from dist_transformer.files import flush_to_disk, read_json, write_json
@@ -84,11 +84,11 @@ def _save_keys(config: Config, name: str, cleaner: Cleaner, work: Path, progress
     paths, corpus = list[Path](), config.data.training_corpora()[name]
     batches = read_corpus(corpus, config.data, BATCH_ROWS, scores=cleaner.settings.scores)
     for path, of_chunk in groupby(batches, lambda batch: _chunk(work, name, batch.first_row)):
-        keys = ChunkKeys()
+        keys: list[BatchKeys] = []
         for batch in of_chunk:
-            keys.add(cleaner.clean(batch), batch.first_row)
+            keys.append(batch_keys(cleaner.clean(batch), batch.first_row))
             progress(f"{name} keys", batch.first_row, None)
-        keys.save(path)
+        save_keys(path, keys)
         paths.append(path)
     return paths
 

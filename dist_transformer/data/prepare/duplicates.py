@@ -28,30 +28,23 @@ CANDIDATES = 1 << 18
 Ints = NDArray[np.int64]
 Repeated = dict[str, Ints]
 """Numbers of the rows that repeat others, by rule."""
+BatchKeys = tuple[Ints, Keys, NDArray[np.uint8]]
 
 
-class ChunkKeys:
-    """Row numbers, keys and signatures of the pairs of a chunk, collected batch by batch."""
+def batch_keys(text: KeptText, first_row: int) -> BatchKeys:
+    """Returns the row numbers, keys and signatures of the pairs of a batch."""
+    return text.positions + first_row, text.keys, text.signatures
 
-    def __init__(self) -> None:
-        self._rows: list[Ints] = []
-        self._keys: list[Keys] = []
-        self._signatures: list[NDArray[np.uint8]] = []
 
-    def add(self, text: KeptText, first_row: int) -> None:
-        """Appends the pairs of a batch."""
-        self._rows.append(text.positions + first_row)
-        self._keys.append(text.keys)
-        self._signatures.append(text.signatures)
-
-    def save(self, path: Path) -> None:
-        """Writes the files that `Comparison` reads."""
-        save_hashes(_file(path, "rows"), np.concatenate(self._rows))
-        _save_sorted(path, "keys", np.concatenate(self._keys)[None])
-        signatures = [each for each in self._signatures if each.size] or [np.empty((0, SIGNATURE), np.uint8)]
-        bands = np.ascontiguousarray(np.concatenate(signatures).view(np.uint32).T)
-        save_hashes(_file(path, "bands"), bands)
-        _save_sorted(path, "bands", bands)
+def save_keys(path: Path, batches: Sequence[BatchKeys]) -> None:
+    """Writes the files of a chunk that `Comparison` reads, from the keys of its batches."""
+    rows, keys, signatures = zip(*batches, strict=True)
+    save_hashes(_file(path, "rows"), np.concatenate(rows))
+    _save_sorted(path, "keys", np.concatenate(keys)[None])
+    held = [each for each in signatures if each.size] or [np.empty((0, SIGNATURE), np.uint8)]
+    bands = np.ascontiguousarray(np.concatenate(held).view(np.uint32).T)
+    save_hashes(_file(path, "bands"), bands)
+    _save_sorted(path, "bands", bands)
 
 
 def load_repeated(path: Path, rules: Sequence[str]) -> Repeated:

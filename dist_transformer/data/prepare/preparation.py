@@ -6,7 +6,7 @@
     train ...   chunk by chunk: tokenized, filtered, written to a spill file sorted by random keys
     validation  chunk by chunk, in order, directly to shards
     shuffle     shard by shard: one range of the keys of a corpus gathered from all its spill files
-    end         one process for all: report (statistics.py, report.py), manifest.json
+    end         one process for all: report (report.py), manifest.json
 
 Chunks and ranges are claimed as in claims.py; a killed preparation resumes with those that have no result.
 `manifest.json` is written last: a folder that has one is complete. Memory is bounded by one chunk or shard in each
@@ -45,7 +45,6 @@ from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, WorkFinis
 from dist_transformer.data.prepare.report import write_report
 from dist_transformer.data.prepare.scan import ReportProgress, Start, load_tokenizer
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
-from dist_transformer.data.prepare.statistics import Report, corpus_report
 from dist_transformer.data.recipe import (
     FORMAT_BEFORE_RULES,
     make_recipe,
@@ -106,8 +105,8 @@ def prepare(
             if (folder / MANIFEST_NAME).exists():
                 return Manifest.load(folder)
             progress("report", 0, None)
-            report = corpus_report(config, units.reported(made, splits))
-            return _completed(folder, report, _manifest(config, state, folder, splits))
+            write_report(folder, config.data.filters.plugin, units.reported(made, splits))
+            return _completed(folder, _manifest(config, state, folder, splits))
     except WorkFinishedError:
         return Manifest.load(folder)
 
@@ -200,9 +199,8 @@ def _only_process(folder: Path, progress: ReportProgress) -> Iterator[None]:
         lock.release()
 
 
-def _completed(folder: Path, report: Report, manifest: Manifest) -> Manifest:
-    """Writes the report, then the manifest, and removes the work folder."""
-    write_report(folder, report)
+def _completed(folder: Path, manifest: Manifest) -> Manifest:
+    """Writes the manifest, and removes the work folder."""
     for part in (folder / SHARD_FOLDER, folder / TOKENIZER_FOLDER):
         for torn in part.glob(".*.tmp"):  # half-written files of killed processes
             torn.unlink()

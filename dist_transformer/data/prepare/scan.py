@@ -23,7 +23,7 @@ from dist_transformer.data.loader.window_request import RowSlice
 from dist_transformer.data.manifest import TOKENIZER_FOLDER, RowGroup, Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.modifiers import Modifiers, inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
-from dist_transformer.data.prepare.tokenize_rows import ChunkRows, tokenized_rows
+from dist_transformer.data.prepare.tokenize_rows import tokenized_rows
 from dist_transformer.data.recipe import refuse_other_recipe, taken_models
 from dist_transformer.data.sentences import Keys, Sentences
 from dist_transformer.data.sources.arrow import ParquetFile
@@ -61,17 +61,17 @@ class Start:
         """Completes and returns the state; DataError if the folder was begun with another recipe."""
         state = PrepareState.load(self.work) or PrepareState(recipe)
         refuse_other_recipe(self.folder, state.recipe, recipe)
-        self._scan(state)
+        if not state.scanned:
+            self._scan(state)
         if HeldOut.load(self.folder) is None and (held_out := read_held_out(self.config)) is not None:
             held_out.save(self.folder)
-        self._make_tokenizer(state)
+        if state.tokenizer is None:
+            self._make_tokenizer(state)
         if self.config.data.on_the_fly:
             self._look_into_texts(state)
         return state
 
     def _scan(self, state: PrepareState) -> None:
-        if state.scanned:
-            return
         for name, corpus in all_corpora(self.config).items():
             self.progress("scan", 0, None)
             state.rows_total[name] = scan_corpus(corpus, self.config.data, lambda n: self.progress("scan", n, None))
@@ -83,8 +83,6 @@ class Start:
         state.save(self.work)
 
     def _make_tokenizer(self, state: PrepareState) -> None:
-        if state.tokenizer is not None:
-            return
         names = self._tokenizer_files(self.config.tokenizer, state)
         state.tokenizer = TokenizerFiles(*names, *(file_sha256(self.folder / name) for name in names))
         state.save(self.work)
@@ -163,10 +161,9 @@ class Start:
 
     def _sample(self, corpus: CorpusConfig, tokenizer: Tokenizer, cleaner: Cleaner) -> Chunk:
         data = self.config.data
-        rows = ChunkRows()
         batch = next(read_corpus(corpus, data, SAMPLE_ROWS, scores=cleaner.settings.scores))
-        rows.add(tokenized_rows(batch, cleaner.clean(batch), tokenizer, cleaner.settings, self.threads))
-        sample = rows.counts()
+        _, counts = tokenized_rows(batch, cleaner.clean(batch), tokenizer, cleaner.settings, self.threads)
+        sample = Chunk.together([counts])
         if sample.rows == 0:
             raise all_dropped_error(corpus_name(corpus, data), sample, "first ")
         return sample

@@ -38,25 +38,6 @@ def text_rows(batch: RawBatch, text: KeptText) -> CountedRows:
     return text_table(text.positions + batch.first_row, text.source, text.target), _counts(batch, text)
 
 
-class ChunkRows:
-    """The rows of a chunk, collected batch by batch."""
-
-    def __init__(self) -> None:
-        self._batches: list[CountedRows] = []
-
-    def add(self, rows: CountedRows) -> None:
-        """Appends the rows of a batch."""
-        self._batches.append(rows)
-
-    def table(self) -> pa.Table:
-        """Returns all rows."""
-        return pa.concat_tables([table for table, _ in self._batches])
-
-    def counts(self) -> Chunk:
-        """Returns the counts of all rows."""
-        return Chunk.together([counts for _, counts in self._batches])
-
-
 def _counts(batch: RawBatch, text: KeptText) -> Chunk:
     """Returns the counts of a batch by its text, with the first dropped pairs of each rule, as they were read."""
     sides = batch.source, batch.target

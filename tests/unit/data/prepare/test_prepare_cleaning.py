@@ -21,7 +21,7 @@ from dist_transformer.data.loader.window_request import RowSlice, WindowKey, Win
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
 from dist_transformer.data.prepare import chunks, clean, duplicates
 from dist_transformer.data.prepare.claims import Work
-from dist_transformer.data.prepare.duplicates import ChunkKeys, Comparison, load_repeated
+from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, make_recipe, recipe_before_rules
 from dist_transformer.data.sentences import Sentences
@@ -129,11 +129,9 @@ def test_partitions_of_the_keys_change_nothing(
     paths = [tmp_path / str(number) for number in range(4)]
     for number, path in enumerate(paths):
         part = slice(number * 50, number * 50 + 50)
-        chunk = ChunkKeys()
         empty = KeptText(np.arange(0), [], [], {}, 0, keys[:0], np.empty((0, 0), np.uint8))
-        chunk.add(empty, 0)
-        chunk.add(KeptText(np.arange(50), [], [], {}, 0, keys[part], signatures[part]), number * 100)
-        chunk.save(path)
+        held = KeptText(np.arange(50), [], [], {}, 0, keys[part], signatures[part])
+        save_keys(path, [batch_keys(empty, 0), batch_keys(held, number * 100)])
         if is_old:
             as_the_version_before(path)
     rules = {"duplicates": 1.0, "near_duplicates": 1.0}
@@ -345,10 +343,10 @@ def test_on_the_fly_the_rules_hold_for_text_and_for_parquet_in_place(tmp_path: P
     for corpus, split in enumerate(manifest.training):
         slices = tuple(RowSlice(corpus, n, 0, each.rows) for n, each in enumerate(manifest.splits[split].row_groups))
         read.append(reader.read(WindowRequest(WindowKey(0, 0, 0, 0), slices)))
-    assert read[0].dropped == {"held_out": 1, "letters": 1}
-    assert read[1].dropped == {}
+    assert read[0].rows.dropped == {"held_out": 1, "letters": 1}
+    assert read[1].rows.dropped == {}
     assert [len(each.rows.row_ids) for each in read] == [51, 51]
-    assert sorted(read[0].rows.source_ids.tolist()) == sorted(read[1].rows.source_ids.tolist())
+    assert sorted(read[0].rows.source.ids.tolist()) == sorted(read[1].rows.source.ids.tolist())
 
 
 @pytest.mark.parametrize("cut", [None, 300, 0])
