@@ -54,9 +54,8 @@ from dist_transformer.planning.flops import model_flops, published_flops
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.vocabularies import with_vocabularies
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.engine.objective import Objective, forward
 from dist_transformer.training.train_state import dropout_seed, seed_dropout
-from dist_transformer.training.validation.token_metrics import forward
 
 Forward = Callable[[Callable[..., Any], Sequence[MicroBatch], torch.device], tuple[torch.Tensor, torch.Tensor]]
 """Takes engine, micro-batches and device; returns loss and negative log-likelihood."""
@@ -269,7 +268,7 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
 
 
 def _forward(case: Case, engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> Forward:
-    """Returns what computes a forward pass: `token_metrics.forward`, or the same of sentences end to end."""
+    """Returns what computes a forward pass: `objective.forward`, or the same of sentences end to end."""
     if case.lever not in OF_ROWS:
         return forward
     model = engine._engine.module.model

@@ -35,10 +35,9 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.processes.launching import rank_environment
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.engine.objective import Objective, forward
 from dist_transformer.training.global_batch import GlobalBatchPrefetcher, RankStatus
 from dist_transformer.training.train_state import dropout_seed
-from dist_transformer.training.validation.token_metrics import forward
 
 MEMBER = "--as-rank"
 BUDGET = 0.9

@@ -122,7 +122,7 @@ class RowsEndToEnd:
     def __call__(
         self, engine: Callable[..., Any], batches: Sequence[MicroBatch], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `token_metrics.forward` does, of one micro-batch."""
+        """Returns what `objective.forward` does, of one micro-batch."""
         self._wait_for_weights()  # a graph runs no hook of a layer
         (batch,) = batches
         tokens, about = self._on_device(batch)

@@ -17,6 +17,7 @@ from dist_transformer.training.agreement import Agreement, StepLoss
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import forward
 from dist_transformer.training.global_batch import GlobalBatch, GlobalBatchPrefetcher, RankStatus, next_with_pairs
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import MetricsLogger
@@ -24,7 +25,6 @@ from dist_transformer.training.run import Run
 from dist_transformer.training.silent_errors import COMPARE_EVERY_STEPS, Pass, SilentErrors
 from dist_transformer.training.train_state import TrainState, dropout_seed, seed_dropout
 from dist_transformer.training.validation.schedule import ValidationSchedule
-from dist_transformer.training.validation.token_metrics import forward
 
 log = logging.getLogger(__name__)
 

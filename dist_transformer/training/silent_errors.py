@@ -26,10 +26,10 @@ from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.training.engine.bit_sums import bit_sum
 from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import forward
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import add_to_history
 from dist_transformer.training.train_state import seed_dropout
-from dist_transformer.training.validation.token_metrics import forward
 
 log = logging.getLogger(__name__)
 

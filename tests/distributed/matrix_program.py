@@ -229,7 +229,7 @@ def _forward_and_backward(
     """The loss per token of the lanes dealt over the ranks; where they run out, micro-batches that weigh nothing."""
     import torch
 
-    from dist_transformer.training.validation.token_metrics import forward
+    from dist_transformer.training.engine.objective import forward
 
     tokens, total = tokens_of(micro_batches), torch.zeros(1, dtype=torch.float64)
     slots = -(-LANES // ranks.num_ranks)

@@ -3,13 +3,17 @@
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Shapes, Transformer
+
+if TYPE_CHECKING:  # at run time it would import pyarrow, whose threads forbid to fork ranks (forked_ranks.py)
+    from dist_transformer.data.loader.loader import MicroBatch
 
 SecondLoss = Callable[[Tensor, Tensor, Shapes | None], Tensor]
 """Takes source and target tokens after a forward pass; returns what is added to its loss, a sum over target tokens."""
@@ -73,3 +77,23 @@ class Objective(nn.Module):
     def autocast(self, device: torch.device) -> torch.autocast:
         """Returns the autocast context of the run's precision, for direct calls of the model."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocast)
+
+
+def forward(engine: Callable[..., Any], batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns (loss, nll), each summed over the target tokens of the micro-batches, which are computed as one.
+    `engine`: or the objective within it, which DeepSpeed then hears nothing of."""
+    loss, nll = engine(*inputs_of(batches, device))
+    return loss, nll
+
+
+def inputs_of(batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Tensor | Shapes | int | None, ...]:
+    """Returns the arguments of an `Objective`: the sides on the device, with one copy for all of them, from page-locked
+    memory, so that it is asynchronous; the number of target tokens; shapes if there are several micro-batches."""
+    sides = [[getattr(batch, name) for batch in batches] for name in ("source_BS", "target_in_BT", "target_out_BT")]
+    flat = torch.cat([tokens.flatten() for side in sides for tokens in side])
+    flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    parts = torch.split(flat, [sum(tokens.numel() for tokens in side) for side in sides])
+    num_targets = sum(batch.shape.target_tokens for batch in batches)
+    if len(batches) == 1:
+        return *(part.view_as(side[0]) for part, side in zip(parts, sides, strict=True)), num_targets, None
+    return *parts, num_targets, [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]

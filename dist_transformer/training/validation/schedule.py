@@ -12,8 +12,7 @@ from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import RunLog
 from dist_transformer.training.validation.early_stopping import EarlyStopping
-from dist_transformer.training.validation.runner import Validated, Validator
-from dist_transformer.training.validation.token_metrics import LESS_MEMORY
+from dist_transformer.training.validation.runner import LESS_MEMORY, Validated, Validator
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from dist_transformer.plugins import ScoreTranslations, find, measure_of
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
 from dist_transformer.training.run import Run
-from dist_transformer.training.validation.runner import Validator
-from dist_transformer.training.validation.token_metrics import (
+from dist_transformer.training.validation.runner import (
     LESS_MEMORY,
     Progress,
     Translate,
     Translated,
     ValidationSet,
+    Validator,
 )
 
 log = logging.getLogger(__name__)

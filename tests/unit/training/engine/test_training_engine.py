@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.config.schema import OptimizerConfig
 from dist_transformer.training.divergence import Diverged
-from dist_transformer.training.validation.token_metrics import forward
+from dist_transformer.training.engine.objective import forward
 
 STAGES_AND_PRECISIONS = [
     (0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"),

@@ -11,8 +11,7 @@ from plain_torch import micro_batches_of, ragged_batches
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.training.validation import translation
-from dist_transformer.training.validation.runner import sample_lines
-from dist_transformer.training.validation.token_metrics import ValidationSet, measure_tokens
+from dist_transformer.training.validation.runner import ValidationSet, measure_tokens, sample_lines
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
