@@ -166,7 +166,13 @@ def read_recovery(run_dir: RunDir) -> Recovery:
     Raises:
         UserError: the file is damaged, or not ours.
     """
-    return _recovery(_read_events(run_dir))
+    events = _read_events(run_dir)
+    ends = [number for number, event in enumerate(events) if event.policy == "stop"]
+    return Recovery(
+        learning_rate_factor=math.prod(event.learning_rate_factor for event in events),
+        switch_to_bf16=any(event.policy == "switch_to_bf16" for event in events),
+        rollbacks=len(events) - (ends[-1] + 1 if ends else 0),
+    )
 
 
 def record(run_dir: RunDir, event: Event) -> None:
@@ -234,15 +240,6 @@ def _advice(before: Recovery) -> str:
         "Give it a lower optimizer.learning_rate, a longer schedule.warmup_steps, training.gradient_clip_norm=1 or, where "
         "it trains in fp16, training.precision=bf16; with divergence.policy=lower_learning_rate a run helps itself."
         + (kept if factor != 1 else "")
-    )
-
-
-def _recovery(events: list[Event]) -> Recovery:
-    ends = [number for number, event in enumerate(events) if event.policy == "stop"]
-    return Recovery(
-        learning_rate_factor=math.prod(event.learning_rate_factor for event in events),
-        switch_to_bf16=any(event.policy == "switch_to_bf16" for event in events),
-        rollbacks=len(events) - (ends[-1] + 1 if ends else 0),
     )
 
 

@@ -137,12 +137,13 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, rea
     if not ranks.is_rank_zero:
         return
     before = {"starts": 0, "step": 0, **_noted(run_dir)}
+    step = before["step"] if step is None else step
     write_json(
         run_dir.state,
         {
             **({"run_id": before["run_id"]} if "run_id" in before else {}),
             "state": state,
-            "step": before["step"] if step is None else step,
+            "step": step,
             "starts": before["starts"] + (state == "running"),
             "num_ranks": ranks.num_ranks,
             "host": platform.node(),
@@ -151,7 +152,6 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, rea
             "time": round(time.time(), 3),
         },
     )
-    step = before["step"] if step is None else step
     if state == "running":
         add_to_history(run_dir, "start", step, _start_of(run_dir, ranks))
     else:

@@ -17,7 +17,7 @@ every row is used once in each pass (promise P2), and nothing here depends on ra
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -26,7 +26,7 @@ from dist_transformer.data.loader import window_request
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 
 Piece = tuple[int, int, int]
-"""(pass, first, last): rows of one pass over a corpus, in the order of that pass."""
+"""(pass, first, last): rows of one pass over a corpus, in the order of that pass; of a lane (block, first, last)."""
 Span = tuple[int, int]
 """(first, last), exclusive: rows of a stream, counted from its front."""
 LanePositions = Sequence[tuple[int, int]]
@@ -64,12 +64,7 @@ class Stream:
 
     def cut(self, first: int, last: int, rows_of_pass: int) -> Iterator[Piece]:
         """Yields rows `first` to `last` (exclusive), counted from the front of the stream."""
-        begin = 0
-        for number, piece_first, piece_last in self._pieces(last, rows_of_pass):
-            end = begin + piece_last - piece_first
-            if end > first and begin < last:
-                yield number, piece_first + max(first - begin, 0), piece_first + min(last, end) - begin
-            begin = end
+        return _clipped(self._pieces(last, rows_of_pass), first, last)
 
     def after(self, quota: int, left: Sequence[Span], rows_of_pass: int) -> "Stream":
         """Returns the stream without its first `quota` rows, of which the spans `left` return to the front."""
@@ -212,8 +207,8 @@ class PartitionPlan:
 
     def __init__(self, planner: Planner, partition: Partition) -> None:
         self._planner, self._partition, self._num_lanes = planner, partition, len(partition.open_windows)
-        self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
-        self._rows: dict[tuple[int, int], int] = {}
+        # In each step, of perhaps thousands of passes.
+        self._lane_pieces, self._lane_rows = cache(self._pieces_of), cache(self._rows_of)
 
     def num_windows(self, lane: int) -> int:
         return len(self._partition.open_windows[lane]) + self._num_own(lane)
@@ -259,28 +254,18 @@ class PartitionPlan:
         rows, count = self._lane_rows(corpus, lane), self._num_own(lane)
         return rows * own // count, rows * (own + 1) // count
 
-    def _lane_rows(self, corpus: int, lane: int) -> int:
-        if (key := (corpus, lane)) not in self._rows:  # in each step, of perhaps thousands of passes
-            self._rows[key] = sum(last - first for first, last in self._lane_spans(corpus, lane))
-        return self._rows[key]
+    def _rows_of(self, corpus: int, lane: int) -> int:
+        return sum(last - first for _, first, last in self._lane_pieces(corpus, lane))
 
     def _spans_from(self, corpus: int, lane: int, first: int, last: int) -> Iterator[Span]:
         """Yields rows `first` to `last` of a lane in the corpus, as spans of its stream."""
-        begin = 0
-        for span_first, span_last in self._lane_spans(corpus, lane):
-            end = begin + span_last - span_first
-            if end > first and begin < last:
-                yield span_first + max(first - begin, 0), span_first + min(last, end) - begin
-            begin = end
+        return ((begin, end) for _, begin, end in _clipped(self._lane_pieces(corpus, lane), first, last))
 
-    def _lane_spans(self, corpus: int, lane: int) -> tuple[Span, ...]:
+    def _pieces_of(self, corpus: int, lane: int) -> tuple[Piece, ...]:
         """Returns the lane's range of each block of the stream. Ranges rotate, so that no lane's is always longer."""
-        key = (corpus, lane)
-        if key not in self._spans:
-            quota, stream = self._partition.quotas[corpus], self._partition.streams[corpus]
-            blocks = stream.blocks(quota, self._planner.rows[corpus])
-            self._spans[key] = tuple(self._range(lane + number, *block) for number, block in enumerate(blocks))
-        return self._spans[key]
+        quota, stream = self._partition.quotas[corpus], self._partition.streams[corpus]
+        blocks = enumerate(stream.blocks(quota, self._planner.rows[corpus]))
+        return tuple((number, *self._range(lane + number, *block)) for number, block in blocks)
 
     def _range(self, place: int, first: int, last: int) -> Span:
         place, length = place % self._num_lanes, last - first
@@ -304,6 +289,16 @@ class _PassOrder:
             if end > first:
                 yield RowSlice(self._corpus, int(self._order[place]), first - begin, end - begin, self._number)
             first, place = end, place + 1
+
+
+def _clipped(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
+    """Yields rows `first` to `last` (exclusive) of the pieces, counted from the front of the first one."""
+    begin = 0
+    for number, piece_first, piece_last in pieces:
+        end = begin + piece_last - piece_first
+        if end > first and begin < last:
+            yield number, piece_first + max(first - begin, 0), piece_first + min(last, end) - begin
+        begin = end
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

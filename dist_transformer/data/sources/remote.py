@@ -42,9 +42,7 @@ def open_binary(file: str) -> BinaryIO:
 
 
 def open_seekable(file: str) -> BinaryIO:
-    """Opens a file for random access; DataError if its server sends only complete files."""
-    if not is_address(file):
-        return open(file, "rb")
+    """Opens a remote file for random access; DataError if its server sends only complete files."""
     # The readers of such files request exactly what they need: no read-ahead.
     remote: BinaryIO = _open_remote(file, cache_type="none")
     if not _answers_ranges(remote):

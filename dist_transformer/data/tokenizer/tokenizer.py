@@ -46,12 +46,20 @@ def train_tokenizer(
     `sentences` pass through.
     """
     size = round_up(settings.vocabulary_size)
-    guarded = _Guarded(sentences)
+    errors: list[BaseException] = []
+
+    def guarded() -> Iterator[str]:
+        try:
+            yield from sentences
+        except BaseException as error:  # sentencepiece turns it into a RuntimeError with a text
+            errors.append(error)
+            raise
+
     sentencepiece.set_random_generator_seed(SAMPLING_SEED)
     with replacing(out) as temporary, temporary.open("wb") as writer:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(guarded),
+                sentence_iterator=guarded(),
                 model_writer=writer,
                 model_type=settings.type,
                 vocab_size=size,
@@ -69,7 +77,7 @@ def train_tokenizer(
                 minloglevel=ERRORS_ONLY,
             )
         except (RuntimeError, OSError, SystemError) as error:
-            raise guarded.error or _training_error(str(error), settings.type, size) from None
+            raise [*errors, _training_error(str(error), settings.type, size)][0] from None
 
 
 def training_parts(text: str, max_tokens: int) -> list[str]:
@@ -186,21 +194,6 @@ class Tokenizer:
         ids = range(max(self._source.get_piece_size(), self._target.get_piece_size()))
         pieces = zip(ids, self.source_pieces(ids), self.target_pieces(ids), strict=True)
         return next(((index, ours, theirs) for index, ours, theirs in pieces if ours != theirs), None)
-
-
-class _Guarded:
-    """Keeps the exception that the iterator raises: sentencepiece turns it into a RuntimeError with a text."""
-
-    def __init__(self, sentences: Iterator[str]) -> None:
-        self._sentences = sentences
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            yield from self._sentences
-        except BaseException as error:
-            self.error = error
-            raise
 
 
 def round_up(size: int) -> int:

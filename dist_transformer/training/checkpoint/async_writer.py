@@ -149,7 +149,7 @@ class AsyncWriter:
         flight.writer = None
         if flight.problem is None:
             path = flight.temporary / file_name(self._ranks.rank)
-            flight.writer = _Writer(path, self._snapshot.fragments, self._snapshot.starts, flight.bit_sum)
+            flight.writer = _Writer(path, self._snapshot, flight.bit_sum)
             flight.writer.start()
 
     def _confirm(self, flight: "PendingSave") -> str | None:
@@ -254,12 +254,9 @@ class StagingBuffer:
 class _Writer(threading.Thread):
     """Thread that writes one rank's file. It is a daemon: a stalled disk must not keep the process from ending."""
 
-    def __init__(
-        self, path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int], expected_sum: int
-    ) -> None:
+    def __init__(self, path: Path, snapshot: StagingBuffer, expected_sum: int) -> None:
         super().__init__(name=f"writes {path.name}", daemon=True)
-        self._path, self._fragments, self._starts = path, fragments, starts
-        self._expected_sum = expected_sum
+        self._path, self._snapshot, self._expected_sum = path, snapshot, expected_sum
         self._stages_done = 0
         self._entry: dict[str, Any] | None = None
         self._problem: str | None = None
@@ -267,7 +264,7 @@ class _Writer(threading.Thread):
 
     def run(self) -> None:
         try:
-            write_state_file(self._path, self._fragments, self._starts)
+            write_state_file(self._path, self._snapshot.fragments, self._snapshot.starts)
             self._stages_done = 1
             flush_to_disk(self._path)
             self._stages_done = 2

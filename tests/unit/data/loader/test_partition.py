@@ -192,7 +192,7 @@ def test_the_passes_over_a_small_corpus_are_counted_once_and_not_in_each_step(mo
     planner = Planner(((3000,), (10,)), 2, 100, 1, (Stage(0, shares_of([0.5, 0.5])),))
     plan = planner.plan(planner.first_partition())
     num_windows = plan.num_windows(0)
-    monkeypatch.setattr(plan, "_lane_spans", lambda *_: pytest.fail("the passes are counted again"))
+    monkeypatch.setattr(plan, "_lane_pieces", lambda *_: pytest.fail("the passes are counted again"))
     assert plan.num_windows(0) == num_windows == 16
 
 
