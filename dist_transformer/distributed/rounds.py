@@ -41,7 +41,7 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
         WorkFailed: the work of one rank failed; raised on every rank.
     """
     is_stopped, failure = False, None
-    values, pending = torch.zeros(1, dtype=torch.int64), None
+    pending: Pending | None = None  # whether a rank does not continue, sent in the round before
     for number in range(num_rounds):
         try:
             is_stopped = is_stopped or wants_stop()
@@ -52,12 +52,12 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
             is_stopped = True
         except WorkFailed as error:
             failure = str(error)
-        if _is_over(values, pending):
-            pending = None
+        answer, pending = pending, None
+        if answer is not None and bool(answer.wait().any()):
             break
-        values = torch.tensor([is_stopped or failure is not None], dtype=torch.int64)
-        pending = ranks.start_sum(values)
-    _is_over(values, pending)
+        pending = ranks.start_sum(torch.tensor([is_stopped or failure is not None], dtype=torch.int64))
+    if pending is not None:
+        pending.wait()
     answers = ranks.all_gather_object((is_stopped, failure))
     if any(is_stopped for is_stopped, _ in answers):
         raise Stopped
@@ -78,11 +78,3 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         log.warning("rank %d: %s", ranks.rank, error, exc_info=not is_told)
         kind = "" if is_told else f"{type(error).__name__}: "
         raise WorkFailed(f"rank {ranks.rank}: {kind}{error}") from None
-
-
-def _is_over(is_over: torch.Tensor, pending: Pending | None) -> bool:
-    """Returns True if a rank sent in the previous round that it does not continue (collective)."""
-    if pending is None:
-        return False
-    pending.wait()
-    return bool(is_over.any())

@@ -3,7 +3,7 @@
 from itertools import islice
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.loader.audit import Audit, Usage
+from dist_transformer.data.loader.audit import Audit
 from dist_transformer.data.loader.position import position_from_json
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare.preparation import prepared_folder
@@ -35,8 +35,8 @@ def audit_run(config: Config, run_dir: RunDir) -> None:
     data = RunData(config, folder, Manifest.load(folder))
     audit = _read(config, run_dir, data, state["batches"])
     problems = list(audit.problems(data.planner_of(len(position.lanes)), position))
-    for usage in audit.usages():
-        print(_line(usage))
+    for line in audit.usages():
+        print(line)
     if audit.wrong_digests:
         problems.append(f"the digest of step {audit.wrong_digests[0]} is not that of its rows")
     if audit.num_batches < state["batches"]:
@@ -64,9 +64,3 @@ def _read(config: Config, run_dir: RunDir, data: RunData, num_batches: int) -> A
 
 def _may_drop(config: Config) -> bool:
     return config.data.on_the_fly or config.data.on_bad_row_group == "quarantine"
-
-
-def _line(usage: Usage) -> str:
-    when = "whole run" if usage.epoch is None else f"epoch {usage.epoch}"
-    times = "each once" if usage.most == 1 else f"at most {usage.most} times each"
-    return f"{when}, {usage.corpus}: {usage.used:,} of {usage.kept:,} rows, {times}"

@@ -113,8 +113,7 @@ class GlobalBatchPrefetcher:
             self._local = self._loader.next_step()
         except UserError as error:
             self._error, self._local = error, LocalStep([], Counter(), ())
-        self._totals = self._count(self._local, status)
-        self._work = self._ranks.start_sum(self._totals)
+        self._totals = self._ranks.start_sum(self._count(self._local, status))
         is_first = self._fetch_seconds is None  # the first windows are read before training begins
         self._fetch_seconds = 0.0 if is_first else time.monotonic() - started
 
@@ -125,8 +124,7 @@ class GlobalBatchPrefetcher:
             UserError: a rank could not read its data; every rank raises the same error.
         """
         started = time.monotonic()
-        self._work.wait()
-        values = self._totals.tolist()
+        values = self._totals.wait().tolist()
         totals = dict(zip(TOTALS, values, strict=False))
         rest, last_lane, last_rule = values[len(TOTALS) :], self._num_lanes, self._num_lanes + len(RULES)
         lanes, rules, corpora = rest[:last_lane], rest[last_lane:last_rule], rest[last_rule:]

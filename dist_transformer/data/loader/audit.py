@@ -5,7 +5,6 @@ must have been used once for each pass, less the passes in which it is still to 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,6 @@ from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, 
 from dist_transformer.data.manifest import Manifest, Split
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Uses of the rows of one corpus, in one epoch or, with weights, in the whole run (`epoch` None).
-
-    Attributes:
-        kept: rows of the corpus; for text tokenized on the fly including those that its filters drop.
-        used: rows used at least once.
-        most: largest number of uses of a row.
-    """
-
-    corpus: str
-    epoch: int | None
-    kept: int
-    used: int
-    most: int
 
 
 class Audit:
@@ -63,13 +45,15 @@ class Audit:
         self._uses.setdefault(0 if self._has_weights else record["epoch"], []).extend(lanes.values())
         self.num_batches += 1
 
-    def usages(self) -> Iterator[Usage]:
-        """Yields the usage for each epoch and corpus."""
+    def usages(self) -> Iterator[str]:
+        """Yields a line on the rows of each corpus that were used in each epoch; with weights, in the whole run."""
         for epoch in sorted(self._uses):
+            when = "whole run" if self._has_weights else f"epoch {epoch}"
             for corpus, name in enumerate(self._names):
                 rows, counts = np.unique(_rows_of(corpus, self._uses[epoch]), return_counts=True)
-                shown = None if self._has_weights else epoch
-                yield Usage(name, shown, len(self._rows[corpus]), len(rows), int(counts.max(initial=0)))
+                most = int(counts.max(initial=0))
+                times = "each once" if most == 1 else f"at most {most} times each"
+                yield f"{when}, {name}: {len(rows):,} of {len(self._rows[corpus]):,} rows, {times}"
 
     def problems(self, planner: Planner, position: Position) -> Iterator[str]:
         """Yields the differences from the plan at `position`, which the batches added so far must have led to."""

@@ -10,7 +10,7 @@ import pytest
 from lockstep import Ranks
 from rows_helpers import DataConfig, RowReader, manifest_of, write_token_split
 
-from dist_transformer.data.loader.audit import Audit, Usage
+from dist_transformer.data.loader.audit import Audit
 from dist_transformer.data.loader.partition import Planner, Stage
 from dist_transformer.data.loader.position import Position
 from dist_transformer.data.loader.window import WindowBuilder
@@ -89,9 +89,10 @@ def test_rows_that_do_not_fit_their_digest_are_found(audited):
 
 def test_rows_are_counted_by_epoch_and_with_weights_through_the_whole_run(tmp_path: Path):
     manifest = manifest_of({name: write_token_split(tmp_path, name, [(4,)]) for name in ("large", "small")})
+    once = "rows, each once"
     for has_weights, expected in (
-        (False, [Usage("large", 0, 4, 1, 1), Usage("small", 0, 4, 2, 1), Usage("large", 1, 4, 1, 1)]),
-        (True, [Usage("large", None, 4, 2, 1), Usage("small", None, 4, 2, 2)]),
+        (False, [f"epoch 0, large: 1 of 4 {once}", f"epoch 0, small: 2 of 4 {once}", f"epoch 1, large: 1 of 4 {once}"]),
+        (True, [f"whole run, large: 2 of 4 {once}", "whole run, small: 2 of 4 rows, at most 2 times each"]),
     ):
         audit = Audit(tmp_path, manifest, has_weights, may_drop=False)
         audit.add(record(1, 0, {0: [1, (1 << CORPUS_SHIFT) + 1, (1 << CORPUS_SHIFT) + 2]}))
