@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
-from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
+from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.report import ReportedCorpus
@@ -130,28 +130,21 @@ class Units:
                 self._wait()
         return {name: self._shards(self.work.result(unit) for unit in units[name]) for name in shuffled}
 
-    def splits(self, made: dict[str, MadeChunks], shuffled: dict[str, tuple[Shard, ...]]) -> dict[str, Split]:
-        """Returns the split of each corpus for the manifest."""
-        splits = {}
+    def corpora(self, made: dict[str, MadeChunks], shuffled: dict[str, tuple[Shard, ...]]) -> dict[str, ReportedCorpus]:
+        """Returns the split of each corpus for the manifest, with what is reported of it."""
+        corpora = {}
         for name in all_corpora(self._config):
+            counts = made[name].total if name in made else self._state.samples[name]
             if name in self._state.in_place:
-                splits[name] = self._state.in_place[name]
+                split = self._state.in_place[name]
             elif self._is_text(name):
-                total, longest = made[name].total, self._config.data.filters.max_tokens
-                columns = TextColumns("source", "target", prefix="")
-                splits[name] = text_split(shuffled[name], total.read_rows, total.dropped, longest, columns)
+                longest, columns = self._config.data.filters.max_tokens, TextColumns("source", "target", prefix="")
+                split = text_split(shuffled[name], counts.read_rows, counts.dropped, longest, columns)
             else:
-                splits[name] = token_split(made[name].total, shuffled.get(name, made[name].shards))
-        return splits
-
-    def reported(self, made: dict[str, MadeChunks], splits: dict[str, Split]) -> dict[str, ReportedCorpus]:
-        """Returns the input of the report."""
-        reported = {}
-        for name, split in splits.items():
-            lengths = self._state.samples[name] if split.text else made[name].total
-            counts = lengths if name in self._state.in_place else made[name].total
-            reported[name] = ReportedCorpus(split, name in self._training, lengths, counts)
-        return reported
+                split = token_split(counts, shuffled.get(name, made[name].shards))
+            lengths = self._state.samples[name] if split.text else counts
+            corpora[name] = ReportedCorpus(split, name in self._training, lengths, counts)
+        return corpora
 
     def _has_all_chunks(self, name: str) -> bool:
         return self.work.is_done(end_unit(name)) and all(map(self.work.is_done, self._chunk_units(name)))

@@ -100,12 +100,13 @@ def prepare(
     try:
         units = Units(config, folder, state, progress, threads)
         made = units.make_chunks()
-        splits = units.splits(made, units.make_ranges(made))
+        corpora = units.corpora(made, units.make_ranges(made))
         with _only_process(folder, progress):
             if (folder / MANIFEST_NAME).exists():
                 return Manifest.load(folder)
             progress("report", 0, None)
-            write_report(folder, config.data.filters.plugin, units.reported(made, splits))
+            write_report(folder, config.data.filters.plugin, corpora)
+            splits = {name: corpus.split for name, corpus in corpora.items()}
             return _completed(folder, _manifest(config, state, folder, splits))
     except WorkFinishedError:
         return Manifest.load(folder)

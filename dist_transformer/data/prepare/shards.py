@@ -40,15 +40,11 @@ def text_table(row_ids: NDArray[np.int64], source: list[str], target: list[str])
     return pa.table({"row_id": pa.array(row_ids, pa.int64()), **texts})
 
 
-def token_lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Number of tokens of each row of a side."""
-    lengths: NDArray[np.int64] = pc.list_value_length(table.column(column)).to_numpy()
-    return lengths.astype(np.int64)
-
-
 def count_tokens(rows: pa.Table) -> tuple[int, int]:
     """Counts source and target tokens of rows of token ids."""
-    return int(token_lengths(rows, "source").sum()), int(token_lengths(rows, "target").sum())
+    sides = (pc.list_value_length(rows.column(side)) for side in ("source", "target"))
+    source, target = (int(pc.sum(lengths, min_count=0).as_py()) for lengths in sides)
+    return source, target
 
 
 def write_shard(

@@ -20,7 +20,7 @@ from dist_transformer.data.sources.remote import (
     retried,
 )
 from dist_transformer.data.sources.tables import ChooseColumns
-from dist_transformer.data.sources.text import Texts, decoded_column, is_text, text_column
+from dist_transformer.data.sources.text import Texts, decoded, is_text, text_column
 from dist_transformer.errors import DataError
 
 READ_ROWS = 1 << 15
@@ -135,7 +135,7 @@ class TableReader:
         if may_be_numbers and (pa.types.is_floating(values.type) or pa.types.is_integer(values.type)):
             values = values.cast(pa.large_string())
         refuse_other_type(self._name, column, values.type)
-        texts, bad = decoded_column(values)
+        texts, bad = decoded(values.cast(pa.large_binary()).to_pylist())  # table formats do not check that it is UTF-8
         if bad and not self._drop:
             raise DataError(
                 f"{self._name}: column {column!r} is not valid UTF-8 in row {self._row + bad[0]} (from 0). Convert it, "

@@ -63,8 +63,3 @@ def is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
     return any(check(kind) for check in checks)
-
-
-def decoded_column(column: pa.ChunkedArray) -> tuple[Texts, list[int]]:
-    """Decodes a text column by `decoded`; table formats do not check that it is UTF-8."""
-    return decoded(column.cast(pa.large_binary()).to_pylist())

@@ -48,7 +48,11 @@ def open_validator(run: Run, engine: Engine) -> Validator:
     texts = {key: _read(run, key, *text) for key, text in texts_to_keep(config).items()}
     sets = []
     if config.data.validation is not None and (batches := _cut(run, data.validation(), "data.validation")):
-        sets.append(_main_set(batches, texts.get("validation"), tokenizer, config.model.max_positions))
+        # Measured on the prepared corpus, translated from the text.
+        sources, references = texts.get("validation", ([], []))
+        if (most := config.model.max_positions) is not None:
+            refuse_longer([len(ids) for ids in tokenizer.encode_source(sources)], most, "data.validation")
+        sets.append(ValidationSet("validation", batches, sources, references))
     for name in config.data.more_validation:
         sets.append(_further_set(run, name, texts[f"more_validation.{name}"], tokenizer))
     translate = _translator(run, tokenizer, engine) if config.validation.translate and sets else None
@@ -84,18 +88,6 @@ def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Returns the batches with the most tokens, padding included, and the longest side (a pair above the budget)."""
     longest = max(batches, key=lambda batch: max(batch.shape.source_length, batch.shape.target_length))
     return [max(batches, key=lambda batch: batch.shape.padded_tokens), longest]
-
-
-def _main_set(
-    batches: list[MicroBatch], text: Pairs | None, tokenizer: Tokenizer, max_positions: int | None
-) -> ValidationSet:
-    """Returns the set of data.validation: measured on the prepared corpus, translated from the text."""
-    if text is None:
-        return ValidationSet("validation", batches)
-    sources, references = text
-    if max_positions is not None:
-        refuse_longer([len(ids) for ids in tokenizer.encode_source(sources)], max_positions, "data.validation")
-    return ValidationSet("validation", batches, sources, references)
 
 
 def _further_set(run: Run, name: str, text: Pairs, tokenizer: Tokenizer) -> ValidationSet:
@@ -134,11 +126,8 @@ def _own_measure(run: Run) -> dict[str, ScoreTranslations]:
     given = run.config.validation.plugin
     loaded: dict[str, ScoreTranslations] = {}  # not sent to the other ranks
     if given is not None:
-
-        def load() -> None:
-            loaded["plugin"] = measure_of(find("validation.plugin", given))
-
-        run_on_rank_zero(run.ranks, load, run.doing("loading the plug-in of the validation"))
+        doing = run.doing("loading the plug-in of the validation")
+        run_on_rank_zero(run.ranks, lambda: loaded.update(plugin=measure_of(find("validation.plugin", given))), doing)
     return loaded
 
 
