@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import BinaryIO
 
@@ -110,10 +110,9 @@ def run_program(command: Sequence[str], signals: Signals, output: BinaryIO | Non
 
 def may_fork() -> bool:
     """True if this process has no other thread, so that it can be forked: a lock held by another would stay held."""
-    try:
+    with suppress(OSError):  # not Linux
         return len(os.listdir("/proc/self/task")) == 1
-    except OSError:  # not Linux
-        return False
+    return False
 
 
 @contextmanager

@@ -137,10 +137,9 @@ def _started(pid: int) -> str | None:
 
 def _process_fields(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third on; the second is a name with arbitrary characters."""
-    try:
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return []
 
 
 def _read(path: Path) -> RankProcess | None:

@@ -126,10 +126,9 @@ class RunLock:
         )
 
     def _holder(self) -> dict[str, Any]:
-        try:
+        with suppress(OSError):
             return self._read()
-        except OSError:
-            return {}
+        return {}
 
     def _read(self) -> dict[str, Any]:
         """Returns the record of the holder; empty if there is none, or the file is not one of this program."""
@@ -141,10 +140,9 @@ class RunLock:
 
     def _seconds_since_beat(self) -> float | None:
         """Age of the heartbeat by the clock of the file system, as two machines' may differ; None without a holder."""
-        try:
+        with suppress(FileNotFoundError):
             return file_clock(self._folder) - self._owner.stat().st_mtime
-        except FileNotFoundError:
-            return None
+        return None
 
 
 @contextmanager
@@ -214,10 +212,9 @@ def _name(holder: dict[str, Any]) -> str:
 
 def _boot() -> str:
     """Identifier of this boot of this machine."""
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return platform.node()
+    return platform.node()
 
 
 def _leave(message: str) -> None:

@@ -108,18 +108,16 @@ def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int
 
 def _mtime(path: Path) -> float | None:
     """Modification time by this machine's clock, by which ages are computed; None if the file was removed meanwhile."""
-    try:
+    with suppress(OSError):
         return modified(path)
-    except OSError:
-        return None
+    return None
 
 
 def _set_aside(run_dir: RunDir) -> list[str]:
-    try:
+    with suppress(OSError):
         names = [path.name for path in run_dir.checkpoints.iterdir()]
-    except OSError:
-        return []
-    return sorted(name for name in names if re.fullmatch(r"step_\d+\.(damaged|diverged)", name))
+        return sorted(name for name in names if re.fullmatch(r"step_\d+\.(damaged|diverged)", name))
+    return []
 
 
 def _max_steps(run_dir: RunDir) -> int | None:
@@ -134,8 +132,7 @@ def _max_steps(run_dir: RunDir) -> int | None:
 
 
 def _divergences(run_dir: RunDir) -> list[dict[str, Any]]:
-    try:
+    with suppress(OSError, ValueError):
         events = read_json(run_dir.divergence)
-    except (OSError, ValueError):
-        return []
-    return [sound(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+        return [sound(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    return []

@@ -55,7 +55,6 @@ def _import_training(num_ranks: int) -> None:
     with importing():
         import dist_transformer.training.engine.engine  # noqa: F401
 
-    if given is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]
-    else:
+    del os.environ["OPENBLAS_NUM_THREADS"]
+    if given is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = given

@@ -36,9 +36,8 @@ def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
 
 def bf16_warning(config: Config, device: torch.device) -> str:
     """Returns a message for the log if the run is in bf16 on a GPU without bf16 arithmetic, else ""."""
-    if config.training.precision != "bf16" or device.type != "cuda":
-        return ""
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    is_on_gpu = config.training.precision == "bf16" and device.type == "cuda"
+    if not is_on_gpu or torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
     return (
         f"bf16 is only emulated on {torch.cuda.get_device_name(device)}: training.precision=fp16 is faster there, and fp32 "

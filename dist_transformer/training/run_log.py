@@ -45,9 +45,8 @@ class RunLog:
     """
 
     def __init__(self, config: Config, run_dir: RunDir, tracker: Tracker | None, echo: TextIO | None) -> None:
-        self.metrics, self.audit = MetricsLog(run_dir.metrics, echo), None
-        if config.data.audit:
-            self.audit = MetricsLog(run_dir.audit)
+        self.metrics = MetricsLog(run_dir.metrics, echo)
+        self.audit = MetricsLog(run_dir.audit) if config.data.audit else None
         self.tracker, self._run_dir, self._samples = tracker, run_dir, MetricsLog(run_dir.samples)
         self._checkpoints, self._metric = config.checkpoints, config.validation.metric
 

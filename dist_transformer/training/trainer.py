@@ -30,7 +30,7 @@ from dist_transformer.plugins import find
 from dist_transformer.training.batch_size_finder import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.changed_settings import Changes, compare_and_report
 from dist_transformer.training.checkpoint import checkpoints
-from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
 from dist_transformer.training.divergence import Diverged, LossMonitor
@@ -219,18 +219,14 @@ def _loop(
     validator = open_validator(run, engine)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks)
-    peak = peak_of(ranks.device, run.training.precision)
-    peaks = float(ranks.all_reduce_sum(torch.tensor([peak.flops_per_second], dtype=torch.float64)))
+    peak, is_published = peak_of(ranks.device, run.training.precision)
+    peaks = float(ranks.all_reduce_sum(torch.tensor([peak], dtype=torch.float64)))
     mfu = partial(mfu_of, config.model, data.manifest.target_vocabulary, peaks)
     bar = ProgressBar(config.training.max_steps, state.step, config.checkpoints.every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
     validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
-
-    def saved(checkpoint: Saved) -> None:
-        if run_log is not None and checkpoint.path is not None:
-            run_log.checkpoint_saved(checkpoint.step, checkpoint.path)
-
+    saved = run_log.checkpoint_saved if run_log else lambda step, path: None
     saver = CheckpointSaver(writer, engine, saved, metrics.stood_still)
     settings, doing = config.data, run.doing("reading windows")
     loader = data.loader(state.position, state.batches, ranks.rank, ranks.num_ranks, settings.loader_workers, doing)
@@ -248,7 +244,8 @@ def _loop(
         loop.restore(checkpoint.state)
     note(run.run_dir, ranks, "running", state.step)
     log_estimate(config, run.training, data.manifest, ranks.num_ranks)
-    log.info("peak       %s; mfu is the share of it", peak.text())
+    source = "published" if is_published else "measured"
+    log.info("peak       %.4g TFLOP/s a rank, %s; mfu is the share of it", peak / 1e12, source)
     log.info("start      step %d%s", state.step, f", resumed from {checkpoint.path}" if checkpoint else "")
     _take_memory(run, engine, writer, validator)
     watchdog.progress("reading the first windows")

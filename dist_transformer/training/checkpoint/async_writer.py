@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,13 +121,13 @@ class AsyncWriter:
         """True while this rank's file is not on disk."""
         return self._flight is not None and self._flight.writer is not None and self._flight.writer.is_alive()
 
-    def finish(self) -> Saved | None:
-        """Waits for the files of all ranks and commits them (collective). None: nothing was in flight.
+    def finish(self) -> Saved:
+        """Waits for the files of all ranks and commits them (collective).
 
         A save that fails is tried again from the same copy, SAVE_ATTEMPTS times in all, then given up.
         """
-        if (flight := self._flight) is None:
-            return None
+        flight = self._flight
+        assert flight is not None, "no save is in flight"
         problem = None if flight.was_there else self._confirm(flight)
         for attempt in range(2, SAVE_ATTEMPTS + 1):
             if problem is None:
@@ -298,11 +299,10 @@ class _Writer(threading.Thread):
 
 def _is_there(final: Path, state: Mapping[str, Any]) -> bool:
     """True if an earlier start of this run wrote this checkpoint; that start or this one's load has verified it."""
-    try:
+    with suppress(OSError, MachineError, ValueError, KeyError, TypeError):
         manifest = checkpoints.read_file(final / MANIFEST)
         return bool((manifest["step"], manifest.get("run_id")) == (state["step"], state.get("run_id")))
-    except (OSError, MachineError, ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 def _prepare(temporary: Path, needed_bytes: int) -> str | None:

@@ -3,10 +3,11 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_transformer.errors import MachineError
-from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 
 if TYPE_CHECKING:  # the engine is only passed in; importing it here would import DeepSpeed
     from dist_transformer.training.engine.engine import Engine
@@ -18,7 +19,7 @@ class CheckpointSaver:
     """Begins and ends saves.
 
     Args:
-        saved: called for each checkpoint that this start wrote, when it is complete; on every rank.
+        saved: called with step and folder of each checkpoint that this start wrote, when it is complete; on every rank.
         stood_still: called with the seconds that training waited.
     """
 
@@ -26,7 +27,7 @@ class CheckpointSaver:
         self,
         writer: AsyncWriter,
         engine: "Engine",
-        saved: Callable[[Saved], None],
+        saved: Callable[[int, Path], None],
         stood_still: Callable[[float], None],
     ) -> None:
         self._writer, self._engine = writer, engine
@@ -75,7 +76,6 @@ class CheckpointSaver:
     def _finish(self, is_last: bool) -> None:
         started = time.monotonic()
         saved = self._writer.finish()
-        assert saved is not None, "a save is in flight"
         if saved.path is None:
             self._begun = self._done
             message = f"checkpoint of step {saved.step} was given up: {saved.problem}"
@@ -85,6 +85,6 @@ class CheckpointSaver:
         else:
             self._done = self._begun
             if not saved.was_there:
-                self._saved(saved)
+                self._saved(saved.step, saved.path)
                 log.info("step %7d  saved %s in %.1f s", saved.step, saved.path.name, saved.seconds)
         self._stood_still(time.monotonic() - started)

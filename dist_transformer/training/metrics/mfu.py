@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,32 +20,18 @@ SMALLEST, LARGEST = 256, 16384
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Peak:
-    """FLOP/s of matrix products on the device of one rank, to which MFU is relative.
-
-    Attributes:
-        is_published: dense, by the data sheet; else measured by large products in the precision of the run (on CPUs: or in
-            fp32, if that is faster), with the threads of the rank.
+def peak_of(device: torch.device, precision: str) -> tuple[float, bool]:
+    """Returns the FLOP/s of matrix products on the device of one rank, to which MFU is relative, and whether they are
+    published: dense, by the data sheet. If they are not, measures for PEAK_SECONDS large products in the precision of the
+    run (on CPUs: or in fp32, if that is faster), with the threads of the rank.
     """
-
-    flops_per_second: float
-    is_published: bool
-
-    def text(self) -> str:
-        source = "published" if self.is_published else "measured"
-        return f"{self.flops_per_second / 1e12:.4g} TFLOP/s a rank, {source}"
-
-
-def peak_of(device: torch.device, precision: str) -> Peak:
-    """Returns the published peak; if there is none, measures for PEAK_SECONDS."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if published := published_flops(name, precision):
-        return Peak(published, is_published=True)
+        return published, True
     dtypes = {DTYPES[precision]}
     if device.type == "cpu":
         dtypes.add(torch.float32)  # parts of a step on CPUs are fp32 in any precision, which is faster on many CPUs
-    return Peak(max(measured_flops(device, dtype, PEAK_SECONDS / len(dtypes)) for dtype in dtypes), is_published=False)
+    return max(measured_flops(device, dtype, PEAK_SECONDS / len(dtypes)) for dtype in dtypes), False
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
