@@ -1,7 +1,7 @@
 """A job as Slurm reports it: by `squeue`, or, once that has forgotten the job, by `sacct` (with accounting only).
 
 Fields are separated by "|"; the comment, which may hold one itself, comes last. The fields are those that every
-version since 22.05 writes in the same way.
+version since 22.05 writes in the same way. Every question raises SlurmError where Slurm cannot be asked.
 """
 
 import re
@@ -70,30 +70,18 @@ class QueuedJob:
 
 
 def jobs_of(job_id: str) -> list[QueuedJob]:
-    """All parts of a job; none when Slurm has forgotten it.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
+    """All parts of a job; none when Slurm has forgotten it."""
     return _in_queue([job_id]) or _parsed(list_accounted_jobs(job_id, _SACCT_FIELDS), _SACCT_FIELDS, "sacct")
 
 
 def job_now(job_id: str) -> QueuedJob | None:
-    """The job, or the first part of an array that is not over; None when Slurm has forgotten it.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
+    """The job, or the first part of an array that is not over; None when Slurm has forgotten it."""
     found = jobs_of(job_id)
     return next((job for job in found if not job.is_over), found[0] if found else None)
 
 
 def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
-    """The jobs and array tasks among `job_ids` that squeue still knows, from one call.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
+    """The jobs and array tasks among `job_ids` that squeue still knows, from one call."""
     found = _in_queue(list(dict.fromkeys(job_ids))) if job_ids else []
     return {job.job_id: job for job in found if job.job_id in job_ids}
 

@@ -25,11 +25,8 @@ class NodeStacks:
 
 
 def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
-    """Asks each node of a running job for its stacks, by a job step beside its ranks.
-
-    Raises:
-        SlurmError: Slurm could not start the step, and no node answered.
-    """
+    """Asks each node of a running job for its stacks, by a job step beside its ranks. Raises SlurmError: Slurm could not
+    start the step, and no node answered."""
     code = run_dir.snapshot if run_dir.snapshot.is_dir() else Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "dist_transformer.processes.stacks", job.number]
     lines = run_on_each_node(job.number, job.num_nodes, command, {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"})

@@ -54,11 +54,8 @@ class SilentNodes:
 
 
 def nodes_that_answer(nodes: Sequence[str]) -> list[str]:
-    """Returns those of the nodes whose Slurm daemon accepts a connection.
-
-    Raises:
-        SlurmError: the controller does not say where they are.
-    """
+    """Those of the nodes whose Slurm daemon accepts a connection. Raises SlurmError: the controller does not say where
+    they are."""
     heard = answers(slurm.node_addresses(nodes))
     return [node for node in nodes if heard.get(node) == 0]
 

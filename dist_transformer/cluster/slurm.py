@@ -1,4 +1,7 @@
-"""Adapter of Slurm's commands, which nothing else calls. Arguments are passed as lists, never through a shell."""
+"""Adapter of Slurm's commands, which nothing else calls. Arguments are passed as lists, never through a shell.
+
+Every call raises SlurmError with the command's own message, unless it says otherwise.
+"""
 
 import os
 import re
@@ -28,12 +31,8 @@ class PerhapsSubmitted(MachineError):
 
 
 def submit_script(arguments: Sequence[str]) -> str:
-    """Runs `sbatch` (its argv without the program) and returns the job id.
-
-    Raises:
-        SlurmError: with sbatch's own message.
-        PerhapsSubmitted: sbatch printed no id, or no answer came in time.
-    """
+    """Runs `sbatch` (its argv without the program) and returns the job id. Raises PerhapsSubmitted, too: sbatch printed no
+    id, or no answer came in time."""
     refusal: SlurmError | None = None
     try:
         answer = _call(["sbatch", *arguments], clean_environment(os.environ))
@@ -84,30 +83,18 @@ def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
 
 
 def cancel_job(job_id: str) -> None:
-    """Cancels a job, whether it runs or waits. (`scancel` accepts unknown jobs.)
-
-    Raises:
-        SlurmError: with scancel's own message.
-    """
+    """Cancels a job, whether it runs or waits. (`scancel` accepts unknown jobs.)"""
     # No --state=PENDING: with it Slurm 22.05 treats 12_3 as all tasks that wait together with it.
     _call(["scancel", _checked(job_id)])
 
 
 def release_job(job_id: str) -> None:
-    """Releases a held job.
-
-    Raises:
-        SlurmError: with scontrol's own message; a job that an administrator holds is not released.
-    """
+    """Releases a held job; one that an administrator holds is refused."""
     _call(["scontrol", "release", _checked(job_id)])
 
 
 def job_record(job_id: str) -> dict[str, str]:
-    """The record of a job of the controller: Restarts, JobState, Reason, NodeList, BatchHost, ExcNodeList ...
-
-    Raises:
-        SlurmError: the controller does not answer.
-    """
+    """The record of a job of the controller: Restarts, JobState, Reason, NodeList, BatchHost, ExcNodeList ..."""
     return _fields(_call(["scontrol", "--oneliner", "show", "job", _checked(job_id)]))
 
 
@@ -120,29 +107,17 @@ def waiting_reason(job_id: str) -> str:
 
 
 def requeue_job(job_id: str) -> None:
-    """Puts a running job back into the queue; its ranks and its batch script are ended.
-
-    Raises:
-        SlurmError: with scontrol's own message.
-    """
+    """Puts a running job back into the queue; its ranks and its batch script are ended."""
     _call(["scontrol", "requeue", _checked(job_id)])
 
 
 def exclude_nodes(job_id: str, nodes: str) -> None:
-    """Replaces the nodes that a waiting job must not get.
-
-    Raises:
-        SlurmError: with scontrol's own message.
-    """
+    """Replaces the nodes that a waiting job must not get."""
     _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"])
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Address and port of the daemon of each node.
-
-    Raises:
-        SlurmError: the controller does not answer.
-    """
+    """Address and port of the daemon of each node."""
     port = re.search(r"^SlurmdPort\s*=\s*(\d+)", _call(["scontrol", "show", "config"]), re.MULTILINE)
     lines = _call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)]).splitlines()
     found = [_fields(line) for line in lines if line.startswith("NodeName=")]
@@ -151,11 +126,7 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 
 def similar_nodes(partition: str, node: str) -> list[str]:
-    """Nodes of a partition that are up, with the features and generic resources of `node`; itself, too.
-
-    Raises:
-        SlurmError: the controller does not answer.
-    """
+    """Nodes of a partition that are up, with the features and generic resources of `node`; itself, too."""
     command = ["sinfo", "--noheader", "--Node", "--format", "%N|%t|%f|%G"]
     command += ["--partition", partition] if partition else []
     rows = {tuple(line.split("|", 2)) for line in _call(command).splitlines()}
@@ -169,14 +140,12 @@ def host_names(node_list: str) -> list[str]:
 
 
 def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Runs a command once on each node of a running job, beside its ranks; returns the lines within STACKS_SECONDS.
+    """Runs a command once on each node of a running job, beside its ranks; returns the lines within STACKS_SECONDS, which
+    are no error if any came.
 
     Args:
         job_id: the plain number, also for a task of an array.
         environment: added to the environment of this process.
-
-    Raises:
-        SlurmError: with srun's own message, when no line came.
     """
     full = step_beside_ranks(num_nodes, [f"--jobid={_checked(job_id)}", *command])
     kept = {name: value for name, value in _asking_environment().items() if name != "SLURM_JWT"}  # srun takes none
