@@ -11,18 +11,15 @@ from dist_transformer.run.metrics_log import read_records, read_records_from
 from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.shipper import Shipper
-from dist_transformer.tracking.tracker import memory_of, run_id_of, target_of
+from dist_transformer.tracking.tracker import memory_of, target_of
 
 _ADAPTER = "dist_transformer.tracking.mlflow_client"
 
 
 def status_said(run_dir: RunDir) -> str | None:
     """The status last reported to MLflow, or to be reported once it answers; None: the run was never tracked."""
-    said = None
-    for event in read_records(run_dir.tracking_events):
-        if event["event"] in ("start", "status"):
-            said = str(event.get("status", "RUNNING"))
-    return said
+    events = [*read_records(run_dir.tracking_events, "start", "status")]
+    return str(events[-1].get("status", "RUNNING")) if events else None
 
 
 def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> str | None:
@@ -35,7 +32,7 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
     """
     try:
         target = target_of(settings, run_dir, default_store)
-        memory = memory_of(run_dir, run_dir.name, run_id_of(run_dir))
+        memory = memory_of(run_dir)
     except UserError as error:  # an invalid address in the variable must not stop the calling command
         return str(error)
     address = without_credentials(target.uri)
@@ -53,5 +50,4 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
 
 def has_arrived(run_dir: RunDir) -> bool:
     """True if MLflow has received all events of starts, checkpoints and ends."""
-    memory = memory_of(run_dir, run_dir.name, run_id_of(run_dir))
-    return next(read_records_from(run_dir.tracking_events, memory.outbox_offset), None) is None
+    return next(read_records_from(run_dir.tracking_events, memory_of(run_dir).outbox_offset), None) is None

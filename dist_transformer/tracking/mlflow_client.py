@@ -15,9 +15,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
@@ -91,8 +90,6 @@ LONGEST_DIGEST = 36
 DATABASE_LOCK_SECONDS = 60
 ENDED = {"FINISHED", "FAILED", "KILLED"}
 
-Item = TypeVar("Item")
-
 
 class TrackedRun:
     """A run on an MLflow server."""
@@ -128,8 +125,7 @@ class TrackedRun:
         cut = {valid_key(key): value[:LONGEST_PARAMETER] for key, value in parameters.items()}
         with translated_errors():
             stored = self.client.get_run(self.run_id).data.params
-            for chunk in chunks([Param(k, v) for k, v in cut.items() if k not in stored], PARAMETERS_A_BATCH):
-                self.client.log_batch(self.run_id, params=chunk, synchronous=True)
+            self._log("params", [Param(k, v) for k, v in cut.items() if k not in stored], PARAMETERS_A_BATCH)
         changed = {key: value for key, value in cut.items() if stored.get(key, value) != value}
         self.set_tags({f"param_drift.{key}": f"{stored[key]} -> {value}" for key, value in changed.items()})
 
@@ -141,8 +137,7 @@ class TrackedRun:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         entities = [RunTag(valid_key(key), value[:LONGEST_TAG]) for key, value in tags.items()]
         with translated_errors():
-            for chunk in chunks(entities, PARAMETERS_A_BATCH):
-                self.client.log_batch(self.run_id, tags=chunk, synchronous=True)
+            self._log("tags", entities, PARAMETERS_A_BATCH)
 
     def set_status(self, status: str, time_ms: int) -> None:
         """Sets RUNNING, SCHEDULED (to be resumed), FINISHED, FAILED or KILLED; the last three with the end time."""
@@ -182,8 +177,7 @@ class TrackedRun:
         finite = (point for point in points if math.isfinite(point.value))
         metrics = [Metric(valid_key(p.key), p.value, p.time_ms, p.step, model_id=model_id) for p in finite]
         with translated_errors():
-            for chunk in chunks(metrics, METRICS_A_BATCH):
-                self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
+            self._log("metrics", metrics, METRICS_A_BATCH)
 
     def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Logs corpora with `name`, `digest`, `source` and `context`; other values (rows, tokens) go into the profile.
@@ -204,6 +198,11 @@ class TrackedRun:
         if inputs:
             with translated_errors():
                 self.client.log_inputs(self.run_id, datasets=inputs)
+
+    def _log(self, kind: str, entities: Sequence[Any], a_batch: int) -> None:
+        for first in range(0, len(entities), a_batch):
+            batch = {kind: entities[first : first + a_batch]}
+            self.client.log_batch(self.run_id, **batch, synchronous=True)
 
 
 def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
@@ -285,12 +284,6 @@ def valid_key(key: str) -> str:
     parts = re.sub(r"[^\w\-. :/]", "_", key)[:LONGEST_KEY].rstrip("/").split("/")
     valid = "/".join(part if part.strip(".") else "_" for part in parts)
     return f"__{valid[2:]}" if valid.startswith("..") else valid
-
-
-def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, size)):
-        yield chunk
 
 
 def _create_database(database: Path) -> None:

@@ -159,8 +159,7 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
     Raises UserError with the server's answer if it does not accept it.
     """
     target = target_of(settings, run_dir, default_store)
-    shipper = Shipper(run_dir, target, memory_of(run_dir, run_dir.name, run_id_of(run_dir)))
-    return _insisting(shipper.deliver, target, f"the history of {run_dir.path}")
+    return _insisting(Shipper(run_dir, target, memory_of(run_dir)).deliver, target, f"the history of {run_dir.path}")
 
 
 def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path) -> Delivery:
@@ -168,7 +167,7 @@ def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, fo
 
     Raises UserError if it is no model folder, is too large, does not translate, or the server does not accept it.
     """
-    target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, run_id_of(run_dir))
+    target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir)
     shipper = Shipper(run_dir, target, memory)
     event = {"time": time.time(), **model_event(run_dir, settings, folder), "by_hand": True}
     if (size := megabytes_of(folder)) > UPLOAD_MEGABYTES:
@@ -200,19 +199,13 @@ def model_event(run_dir: RunDir, settings: TrackingConfig, folder: Path) -> dict
     }
 
 
-def memory_of(run_dir: RunDir, run_name: str, run_id: str | None) -> DeliveryState:
-    """The delivery state in the run folder; else a new one, of the run that has this id on the server."""
-    memory = load_memory(run_dir.tracking, run_name, run_id)
+def memory_of(run_dir: RunDir, run_name: str | None = None, run_id: str | None = None) -> DeliveryState:
+    """The delivery state in the run folder; else a new one, of the run that has this id, by default that in run.json."""
+    memory = load_memory(run_dir.tracking, run_name or run_dir.name, run_id or read_record(run_dir.state).get("run_id"))
     recorded = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
     if any(memory.offset(channel) > recorded for channel in CHANNELS):  # another, shorter outbox: all of it is new
         memory.outbox_offset, memory.ahead = 0, {}
     return memory
-
-
-def run_id_of(run_dir: RunDir) -> str | None:
-    """The run's id in run.json; None: it never trained."""
-    run_id: str | None = read_record(run_dir.state).get("run_id")
-    return run_id
 
 
 def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Delivery:
