@@ -71,16 +71,6 @@ def plugins_of(sections: Mapping[str, Any], above: str = "") -> dict[str, str | 
     return found
 
 
-def _with_absolute_plugins(value: Any) -> Any:
-    """Returns a section whose plug-ins, and those of the sections within it, have absolute paths."""
-    if isinstance(value, dict):
-        return {key: _with_absolute_plugins(each) for key, each in value.items()}
-    if not isinstance(value, BaseModel):
-        return value
-    values = {key: with_absolute_path(each) if key == "plugin" else _with_absolute_plugins(each) for key, each in value}
-    return value.model_copy(update=values)
-
-
 def read_extended(path: Path, trail: tuple[Path, ...] = ()) -> Marked:
     """Reads a YAML file over those that it extends, unchecked. Raises ConfigError if it cannot be read."""
     real = Path(os.path.realpath(path))  # `resolve` raises on a loop of links
@@ -177,6 +167,8 @@ _PATTERNS: dict[KeyPath, str] = {
     ("slurm", "time_limit"): "expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00",
     ("tracking", "register_as"): "expected a name without / : '",
 }
+_PATHS = ("root", "prepared", "source_model", "target_model", "init_from")
+"""Settings of any section that are a path of this machine; data.root may be an address."""
 _NEVER_SHOWN = (("tracking", "uri"), *(("slurm", key) for key in ("environment", "setup", "sbatch", "srun")))
 
 
@@ -228,19 +220,20 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
 
     `prepared`: the folder of the prepared corpus if it is known, so that the text itself is no longer needed.
     """
-    run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
-    root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).absolute())
-    config = _with_absolute_plugins(config)
-    data = config.data.model_copy(update={"root": root})
-    if prepared is not None or data.prepared is not None:
-        data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
-    training = config.training
-    if training.init_from is not None:
-        training = training.model_copy(update={"init_from": str(Path(training.init_from).absolute())})
-    models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
-    given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
-    tokenizer = config.tokenizer.model_copy(update=given)
-    return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})
+    absolute: Config = _with_absolute_paths(config)
+    kept = {"root": config.data.root} if is_address(config.data.root) else {}
+    found = {} if prepared is None else {"prepared": str(prepared.absolute())}
+    return absolute.model_copy(update={"data": absolute.data.model_copy(update=kept | found)})
+
+
+def _with_absolute_paths(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _with_absolute_paths(each) for name, each in value.items()}
+    if isinstance(value, BaseModel):
+        return value.model_copy(update={name: _with_absolute_paths(each, name) for name, each in value})
+    if key == "plugin":
+        return with_absolute_path(value)
+    return str(Path(value).absolute()) if key in _PATHS and value is not None else value
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
