@@ -32,6 +32,10 @@ def export_command(
 ) -> None:
     """Write a model folder in the format of another program, tokenizer included."""
     from dist_transformer.decoding.loaded_model import model_folder_of
+    from dist_transformer.interop.argos import export_argos
+    from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+    from dist_transformer.interop.marian import export_marian
+    from dist_transformer.interop.marian_npz import export_marian_npz
     from dist_transformer.interop.model_folder import load_model_folder
 
     if quantization is not None and to in ("marian", "marian-npz"):
@@ -42,20 +46,10 @@ def export_command(
     with progress_bar() as show:
         show("exporting", 0, None)
         loaded = load_model_folder(model_folder_of(model))
-        if to == "marian":
-            from dist_transformer.interop.marian import export_marian
-
-            export_marian(loaded, out)
-        elif to == "argos":
-            from dist_transformer.interop.argos import export_argos
-
-            export_argos(loaded, out, quantization)
-        elif to == "marian-npz":
-            from dist_transformer.interop.marian_npz import export_marian_npz
-
-            export_marian_npz(loaded, out)
-        else:
-            from dist_transformer.interop.ctranslate2_export import export_ctranslate2
-
+        if to == "ctranslate2":
             export_ctranslate2(loaded, out, quantization, shortlist or ())
+        elif to == "argos":
+            export_argos(loaded, out, quantization)
+        else:
+            (export_marian if to == "marian" else export_marian_npz)(loaded, out)
     print(f"{out}: written for {to}")
