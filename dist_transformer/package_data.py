@@ -12,11 +12,8 @@ Kind = Literal["configs", "slurm", "launch"]
 
 
 def share_folder(kind: Kind) -> Path:
-    """Returns the folder of this kind.
-
-    Raises:
-        FileNotFoundError: neither place has it, so the installation is incomplete.
-    """
+    """Returns the folder of this kind. Raises FileNotFoundError: neither place has it, so the installation is
+    incomplete."""
     package = Path(__file__).resolve().parent
     # Inside the package first: an installed one is beside other packages, and `launch` is a common name.
     for folder in (package / "share" / kind, package.parent / kind):

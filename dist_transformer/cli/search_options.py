@@ -58,11 +58,8 @@ MaxTokensOption = Annotated[int | None, _option_of_search("Source tokens times b
 
 
 def search_settings(model: Path, **given: Any) -> DecodingConfig:
-    """Settings of the run of `model`, if it is a run folder, overridden by `given` values that are not None.
-
-    Raises:
-        ConfigError: settings are invalid, or exclude each other.
-    """
+    """Settings of the run of `model`, if it is a run folder, overridden by `given` values that are not None. Raises
+    ConfigError: settings are invalid, or exclude each other."""
     base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else BeamConfig()
     changes = {key: value for key, value in given.items() if value is not None}
     try:

@@ -23,9 +23,6 @@ from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
 
 Document = dict[str, Any]
 
-RECENT_BYTES = 1 << 18
-"""Bytes read from the end of metrics.jsonl for the newest validation."""
-
 
 def report(target: RunRef) -> Document:
     """Document of one run and its job."""

@@ -52,16 +52,11 @@ def _looks(is_over: Callable[[], bool], wait: Callable[[float], None]) -> Iterat
 
 
 def rank_filter(path: Path, rank: int | None) -> Callable[[str], str | None]:
-    """A function that returns the text to show for a line of this log; None: the line is not of this rank.
-
-    Raises:
-        UserError: the log does not tell ranks apart.
-    """
-    if rank is None:
+    """A function that returns the text to show for a line of this log; None: the line is not of this rank. Raises
+    UserError: the log does not tell ranks apart."""
+    if rank is None or (rank == 0 and path.name == "train.log"):
         return lambda line: line
     if path.name == "train.log":
-        if rank == 0:
-            return lambda line: line
         raise UserError(f"{path}: is written by rank 0 alone, so nothing of rank {rank} is in it; leave --rank out")
     label = re.compile(rf" *{rank}: (.*)", re.DOTALL)  # srun pads the numbers of many ranks to one width
     return lambda line: match[1] if (match := label.fullmatch(line)) else None

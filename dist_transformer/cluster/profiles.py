@@ -19,11 +19,8 @@ from dist_transformer.package_data import share_folder
 
 
 def load_profile(name_or_path: str) -> dict[str, Any]:
-    """The keys of a profile: a name in slurm/clusters/, or the path of a YAML file.
-
-    Raises:
-        ConfigError: all problems of the file, each with its line.
-    """
+    """The keys of a profile: a name in slurm/clusters/, or the path of a YAML file. Raises ConfigError: all problems of
+    the file, each with its line."""
     found = read_yaml(_find(name_or_path))
     as_section = Marked({"slurm": found.values}, {("slurm", *path): place for path, place in found.where.items()})
     section, problems = take_former_keys(as_section)

@@ -66,12 +66,8 @@ def run_folder(arguments: list[str]) -> RunDir:
 
 
 def begin(run_dir: RunDir, job: str, attempt: int) -> None:
-    """Records that an attempt begins.
-
-    Raises:
-        MachineError: too many earlier attempts ended without a decision and without a new checkpoint, as happens when a
-            node dies each time: Slurm itself would start them forever.
-    """
+    """Records that an attempt begins. Raises MachineError: too many earlier attempts ended without a decision and
+    without a new checkpoint, as happens when a node dies each time: Slurm itself would start them forever."""
     run_dir.slurm.mkdir(parents=True, exist_ok=True)
     newest = newest_checkpoint(run_dir)
     same = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("newest")) == ("began", job, newest)]

@@ -149,7 +149,7 @@ def _check_matrices(optimizer: Any, training: Any, model: Any) -> Iterator[str]:
     )
 
 
-def _check_precision(training: Any) -> Iterator[str]:
+def _check_step(training: Any) -> Iterator[str]:
     if training.precision in ("fp16", "auto") and training.zero_stage == 0:
         is_given = training.precision == "fp16"
         which = "fp16" if is_given else "training.precision: auto, which is fp16 on GPUs"
@@ -161,6 +161,8 @@ def _check_precision(training: Any) -> Iterator[str]:
         yield (
             "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3, which gathers weights within the layers"
         )
+    if training.compile_layers and training.guided_alignment:
+        yield "training.guided_alignment: reads what is within a layer; it needs training.compile_layers: false"
     if training.audit_share and (training.zero_stage == 3 or training.offload != "none"):
         yield (
             "training.audit_share: needs training.zero_stage 0, 1 or 2 and training.offload: none, where a rank can compute a "
@@ -257,11 +259,6 @@ def _check_plugin(model: Any, training: Any, data: Any) -> Iterator[str]:
             yield f"model.plugin: {model.plugin}: {key} is for our own network; remove one of the two"
 
 
-def _check_guided_alignment(training: Any) -> Iterator[str]:
-    if training.guided_alignment and training.compile_layers:
-        yield "training.guided_alignment: reads what is within a layer; it needs training.compile_layers: false"
-
-
 def _check_positions(data: Any, model: Any) -> Iterator[str]:
     if model.max_positions is not None and data.filters.max_tokens > model.max_positions:
         yield (
@@ -312,8 +309,8 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
 
 _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     lambda run: run_name_problems(run.name),
-    *(check_model, _check_positions, _check_plugin, _check_guided_alignment, _check_vocabulary),
-    *(_check_schedule, _check_matrices, _check_precision, check_patterns, check_lanes, _check_batches),
+    *(check_model, _check_positions, _check_plugin, _check_vocabulary),
+    *(_check_schedule, _check_matrices, _check_step, check_patterns, check_lanes, _check_batches),
     *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
     *(_check_checkpoints, check_more_validation, _check_validation, _check_divergence, _check_tracking),
 )

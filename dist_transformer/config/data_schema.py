@@ -183,11 +183,7 @@ class DataConfig(Section):
     audit: Bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
     def token_budget(self) -> int:
-        """Returns `max_tokens` as a number.
-
-        Raises:
-            UserError: it is `auto`, which only training resolves.
-        """
+        """Returns `max_tokens` as a number. Raises UserError: it is `auto`, which only training resolves."""
         if self.max_tokens == "auto":
             raise UserError(
                 "data.max_tokens is auto: it is found when training first starts. Give a number here: data.max_tokens=8192"

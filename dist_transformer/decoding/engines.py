@@ -30,22 +30,16 @@ class Search:
 
 
 def folders_of(engine: Engine, given: Sequence[Path]) -> list[Path]:
-    """The model folders of the given model or run folders; for CTranslate2 also an exported folder.
-
-    Raises:
-        UserError: one holds no model, or several are given for CTranslate2.
-    """
+    """The model folders of the given model or run folders; for CTranslate2 also an exported folder. Raises UserError:
+    one holds no model, or several are given for CTranslate2."""
     if engine == "ctranslate2" and len(given) > 1:
         raise UserError("--ensemble: CTranslate2 searches with one model; drop it, or take --engine torch")
     return [path if engine == "ctranslate2" and is_exported(path) else model_folder_of(path) for path in given]
 
 
 def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfig, plugin: str | None = None) -> Search:
-    """Loads the models of `folders_of`; `plugin` as for `load_model_folder`.
-
-    Raises:
-        UserError: a folder is incomplete, the models do not fit together, or CTranslate2 is missing or cannot do it.
-    """
+    """Loads the models of `folders_of`; `plugin` as for `load_model_folder`. Raises UserError: a folder is incomplete,
+    the models do not fit together, or CTranslate2 is missing or cannot do it."""
     if engine == "torch":
         loaded = load_models(folders, plugin)
         return Search(loaded.searcher(settings), loaded.tokenizer, loaded.models)

@@ -52,11 +52,8 @@ def model_folder_of(path: Path) -> Path:
 
 
 def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedModels:
-    """Loads model folders, on a GPU if there is one; `plugin` as for `load_model_folder`.
-
-    Raises:
-        UserError: a folder is incomplete, or the models have different tokenizers.
-    """
+    """Loads model folders, on a GPU if there is one; `plugin` as for `load_model_folder`. Raises UserError: a folder is
+    incomplete, or the models have different tokenizers."""
     loaded, device = [load_model_folder(folder, plugin) for folder in folders], device_of_rank()
     for folder, other in zip(folders[1:], loaded[1:], strict=True):
         if _pieces(other) != _pieces(loaded[0]):

@@ -24,10 +24,7 @@ WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "FULLWIDTH", "TH
 
 def cut_line(line: str, num_tokens: Callable[[str], int], max_tokens: int) -> list[str]:
     """Parts of the line of at most `max_tokens`, its tags before each; without tags, they concatenate to the line.
-
-    Raises:
-        UserError: a single character, with the tags, has more tokens.
-    """
+    Raises UserError: a single character, with the tags, has more tokens."""
     tags = TAGS.match(line)
     assert tags is not None, "it matches nothing too"
     return [tags[0] + part for part in _cut(line[tags.end() :].strip(), tags[0], num_tokens, max_tokens)]

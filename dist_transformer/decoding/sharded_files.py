@@ -144,11 +144,8 @@ def digest_of(path: Path) -> str:
 
 
 def digest_and_lines(path: Path) -> tuple[str, int]:
-    """SHA-256 and number of lines of a text file.
-
-    Raises:
-        UserError: it cannot be read, or not a second time; or it is not valid UTF-8.
-    """
+    """SHA-256 and number of lines of a text file. Raises UserError: it cannot be read, or not a second time; or it is
+    not valid UTF-8."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(
             f"{path}: is a pipe or a device, but it is read more than once: write its lines into a file first, or give them "
@@ -177,11 +174,8 @@ class LineReader:
         self._path, self._lines, self._next = path, numbered_lines(path), 0
 
     def read(self, first: int, count: int) -> list[str]:
-        """Reads `count` lines from line `first`, counted from 0; `first` must not decrease.
-
-        Raises:
-            UserError: one of them no longer exists; it, or an earlier one, is not valid UTF-8.
-        """
+        """Reads `count` lines from line `first`, counted from 0; `first` must not decrease. Raises UserError: one of
+        them no longer exists; it, or an earlier one, is not valid UTF-8."""
         assert first >= self._next, "it reads forward"
         lines = list(islice(self._lines, first - self._next, first - self._next + count))
         if len(lines) != count:
@@ -194,11 +188,8 @@ class LineReader:
 
 
 def numbered_lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a file without line breaks.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not valid UTF-8.
-    """
+    """Yields the lines of a file without line breaks. Raises UserError: the file cannot be read, or a line is not valid
+    UTF-8."""
     with _opened(path) as file:
         yield from decoded_lines(file, str(path))
 

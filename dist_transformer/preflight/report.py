@@ -26,11 +26,8 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def begin_anew(folder: Path) -> None:
-    """Removes the ranks' files and `exclude` of an earlier preflight.
-
-    Raises:
-        UserError: an unrelated file has such a name, or the folder cannot be written.
-    """
+    """Removes the ranks' files and `exclude` of an earlier preflight. Raises UserError: an unrelated file has such a
+    name, or the folder cannot be written."""
     # They import pydantic, which a batch script's own Python may lack.
     from dist_transformer.run.outputs import check_output
     from dist_transformer.run.records import read_record

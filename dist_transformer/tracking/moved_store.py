@@ -24,11 +24,8 @@ _PLACES = (
 
 
 def follow_moved_artifacts(target: Target, run_id: str, artifact_uri: str) -> None:
-    """Updates the paths in the database if its artifacts lie next to it and not where this run has them.
-
-    Raises:
-        OSError, sqlite3.Error: the database cannot be written now.
-    """
+    """Updates the paths in the database if its artifacts lie next to it and not where this run has them. Raises
+    OSError, sqlite3.Error: the database cannot be written now."""
     database = Path(target.uri.removeprefix("sqlite:///"))
     new, old = target.artifact_root, artifact_uri.removesuffix(f"/{run_id}/artifacts")
     if database.parent != new.parent or not old.startswith("file:") or old == new.as_uri():
