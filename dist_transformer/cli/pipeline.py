@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_plan
 from dist_transformer.cluster.checks import name_problems, sbatch_problems, slurm_problems
 from dist_transformer.cluster.jobs import job_of, script_name
 from dist_transformer.cluster.profiles import fill_from_profile
@@ -19,7 +18,6 @@ from dist_transformer.cluster.script import render_script
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml12 import dump
@@ -107,7 +105,7 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
         for name, submission in _planned(pipeline, due, anew, dry_run=True).items():
             waits = tuple(other.upper() for other in pipeline.nodes[name].reads if other in due) or after
             print(f"# {name} begins anew: its folder is kept under another name\n" if name in anew else "", end="")
-            show_plan(replace(submission, after=waits).commands, submission.files)
+            print(replace(submission, after=waits).listing)
         return
     with locked(pipeline.root):
         if problems := [
@@ -151,11 +149,8 @@ def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> S
     node, run_dir = pipeline.nodes[name], RunDir(pipeline.folder(name))
     if node.kind == "train":
         config = fill_from_profile(configuration(pipeline, name))
-        problems = [*memory_problems(config), *(() if node.reads else first_pairs_problems(config))]
-        text, size = to_yaml(with_absolute_paths(config, None)), num_parameters_of(config)
-        return plan_submission(
-            config, text, run_dir, size, after=node.reads, problems=problems, dry_run=dry_run, is_anew=is_anew
-        )
+        problems = [] if node.reads else first_pairs_problems(config)
+        return plan_submission(config, run_dir, after=node.reads, problems=problems, dry_run=dry_run, is_anew=is_anew)
     given = merge(pipeline.section("set"), pipeline.section("nodes", name))
     slurm, problems = checked(given, ("slurm",), SlurmConfig, given.values.get("slurm", {}))
     folders = [pipeline.root, pipeline.located(".")]

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from dist_transformer.cli.arguments import Overrides, read_run
-from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
-from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.slurm_schema import STAGES, SlurmConfig, Stage
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import UserError
@@ -75,7 +73,7 @@ def submit_run(
     size = _size_in_words(slurm) if "train" in stages else ""
     if dry_run:
         print(f"# {size}\n\n" if size else "", end="")
-        show_plan(submission.commands, submission.files)
+        print(submission.listing)
     else:
         _report(submission, submit(submission), size)
 
@@ -96,10 +94,8 @@ def checked_submission(
         VARIABLE in line for line in (*config.slurm.setup, *config.slurm.environment)
     ):
         address_of(config.tracking)  # the job inherits the variable: raises if it holds no address
-    submission = plan_submission(
-        config, to_yaml(with_absolute_paths(config, None)), run_dir, num_parameters_of(config), stages=stages, after=after,
-        problems=[*memory_problems(config), *first_pairs_problems(config)], dry_run=dry_run,
-    )  # fmt: skip
+    problems = first_pairs_problems(config)
+    submission = plan_submission(config, run_dir, stages=stages, after=after, problems=problems, dry_run=dry_run)
     return submission, config.slurm
 
 

@@ -23,6 +23,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig, listed
 from dist_transformer.errors import UserError
 from dist_transformer.files import modified
+from dist_transformer.planning.vocabularies import with_counted_pieces
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS
@@ -92,6 +93,17 @@ def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     """`job_problems` and those of the initial weights, for `config check`, which submits nothing."""
     yield from job_problems(config, run_dir)
     yield from _initial_weights_problems(config, run_dir)
+
+
+def memory_problems(config: Config) -> list[str]:
+    """Problem of a run that does not fit the GPUs of the partition, if slurm.gpu_memory_gb gives their size."""
+    slurm = config.slurm
+    if slurm.gpu_memory_gb is None or not slurm.gpus_per_node:
+        return []
+    from dist_transformer.planning.memory import memory_problem  # numpy
+
+    problem = memory_problem(with_counted_pieces(config), slurm.nodes * slurm.ranks_per_node, slurm.gpu_memory_gb)
+    return [] if problem is None else [f"slurm.gpu_memory_gb: {problem}"]
 
 
 def sbatch_problems() -> list[str]:

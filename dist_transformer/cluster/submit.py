@@ -1,7 +1,7 @@
 """Submission of a checked configuration: the exact scripts, `sbatch` commands, and files of the run folder.
 
-submission = plan_submission(config, to_yaml(config), run_dir, num_parameters)   # touches nothing
-job_ids = submit(submission)                                                    # writes, then calls sbatch
+submission = plan_submission(config, run_dir)   # touches nothing
+job_ids = submit(submission)                    # writes, then calls sbatch
 """
 
 import shlex
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
+from dist_transformer.cluster.checks import busy_problems, memory_problems, sbatch_problems, submission_problems
 from dist_transformer.cluster.jobs import Job, job_of, script_name
 from dist_transformer.cluster.rollback import rolled_back_if_refused
 from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, submit_script
+from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
 from dist_transformer.errors import ConfigError
 from dist_transformer.files import write_json, write_text
+from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
@@ -48,6 +50,12 @@ class Submission:
         waits = [self.after, *((job.stage.upper(),) for job in self.jobs)]
         return [command_text(job, after) for job, after in zip(self.jobs, waits, strict=False)]
 
+    @property
+    def listing(self) -> str:
+        """Every command and every file, for --dry-run."""
+        commands = (f"# command (the files below must be written first)\n{command}\n" for command in self.commands)
+        return "\n".join([*commands, *(f"# {path}\n{text}" for path, text in self.files.items())])
+
 
 def command_text(job: Job, after: Sequence[str]) -> str:
     """A call of sbatch as a shell command."""
@@ -56,9 +64,7 @@ def command_text(job: Job, after: Sequence[str]) -> str:
 
 def plan_submission(
     config: Config,
-    config_text: str,
     run_dir: RunDir,
-    num_parameters: int,
     *,
     stages: Sequence[Stage] = ("train",),
     after: Sequence[str] = (),
@@ -69,9 +75,7 @@ def plan_submission(
     """Checks everything and builds the jobs, without creating anything.
 
     Args:
-        config: the resolved configuration, with its cluster profile filled in.
-        config_text: the same as YAML; becomes the run folder's configuration, which the jobs read.
-        num_parameters: of the model, for the estimate of disk space.
+        config: the resolved configuration, with its cluster profile filled in; the jobs read it in the run folder.
         stages: one job each.
         after: ids of jobs that must succeed before the first stage begins.
         problems: problems found by the caller, reported together with the others.
@@ -81,7 +85,8 @@ def plan_submission(
     Raises:
         ConfigError: all problems together.
     """
-    found = [*problems, *([] if is_anew else stage_problems(config, run_dir, stages, after))]
+    found = [*memory_problems(config), *problems, *([] if is_anew else stage_problems(config, run_dir, stages, after))]
+    num_parameters = count_parameters(with_counted_pieces(config))
     found += submission_problems(config, run_dir, num_parameters, is_after_others=bool(after), is_anew=is_anew)
     found += [] if dry_run else [*sbatch_problems(), *busy_problems(run_dir)]
     if found:
@@ -93,7 +98,8 @@ def plan_submission(
     scripts = {
         job.script: render_script(script_name(job.stage), config.slurm, run_dir.snapshot, folders) for job in jobs
     }
-    return Submission(run_dir, {run_dir.config: config_text, **scripts}, jobs, tuple(after))
+    text = to_yaml(with_absolute_paths(config, None))
+    return Submission(run_dir, {run_dir.config: text, **scripts}, jobs, tuple(after))
 
 
 def submit(submission: Submission) -> dict[str, str]:

@@ -11,7 +11,7 @@ from cluster_helpers import config_of
 from dist_transformer.cluster.checks import submission_problems
 from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.cluster.submit import plan_submission
-from dist_transformer.config.schema import Config
+from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.errors import ConfigError
 from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
@@ -44,8 +44,9 @@ def test_a_sound_configuration_has_no_problems(run_dir: RunDir) -> None:
 
 def test_all_problems_are_reported_at_once(run_dir: RunDir) -> None:
     config = config_of(lanes=2, nodes=3, time_limit="2:00", sbatch={"X": True}, environment={"HF_TOKEN": "t"})
+    config = config.model_copy(update={"model": ModelConfig(d_model=2**24)})  # for which no disk has room
     with pytest.raises(ConfigError) as caught:
-        plan_submission(config, "", RunDir(run_dir.path.with_name("-run")), 10**15, dry_run=True)
+        plan_submission(config, RunDir(run_dir.path.with_name("-run")), dry_run=True)
     assert len(caught.value.problems) == 6
 
 

@@ -5,7 +5,9 @@ import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_helpers import SBATCH, FakeSlurm, config_of
@@ -13,7 +15,8 @@ from fake_slurm import job_line
 
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.cluster.submit import plan_submission, submit
+from dist_transformer.cluster.submit import Submission, plan_submission, submit
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
@@ -37,9 +40,15 @@ def _files(folder: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+def _planned(config: Config, text: str, run_dir: RunDir, **how: Any) -> Submission:
+    """A submission that writes `text` as the configuration."""
+    submission = plan_submission(config, run_dir, **how)
+    return replace(submission, files={**submission.files, submission.run_dir.config: text})
+
+
 def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[str, str]:
     config = config_of(data={"test": {"demo": "test"}}, **slurm)
-    return submit(plan_submission(config, text, run_dir, 1, stages=stages or ("train",), dry_run=True))
+    return submit(_planned(config, text, run_dir, stages=stages or ("train",), dry_run=True))
 
 
 def test_what_was_there_before_a_refusal_is_there_after_it(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
@@ -164,7 +173,7 @@ def test_a_second_submit_during_the_first_is_refused_and_changes_nothing(
 def test_a_job_that_was_submitted_after_the_checks_is_found_before_anything_is_written(
     run_dir: RunDir, fake_slurm: FakeSlurm
 ) -> None:
-    planned = [plan_submission(config_of(), text, run_dir, 1) for text in ("first", "second")]
+    planned = [_planned(config_of(), text, run_dir) for text in ("first", "second")]
     submit(planned[0])
     fake_slurm.set_jobs(job_line("4711", "PENDING") + "\n")
     with pytest.raises(ConfigError, match=r"cannot submit:\n.*job 4711 already works on it \(PENDING\)"):

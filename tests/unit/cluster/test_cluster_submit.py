@@ -11,6 +11,7 @@ from fake_slurm import job_line
 from dist_transformer import files
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, clean_environment, list_jobs, run_on_each_node
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
+from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.config.slurm_schema import STAGES
 from dist_transformer.errors import ConfigError, MachineError
 from dist_transformer.files import read_json, write_json
@@ -21,7 +22,7 @@ from dist_transformer.run.folder import RunDir
 def _plan(run_dir: RunDir, *stages: str, after: tuple[str, ...] = (), **settings: object) -> Submission:
     """What would be submitted, without asking Slurm."""
     config = config_of(data={"test": {"demo": "test"}}, **settings)
-    return plan_submission(config, "", run_dir, 1, stages=stages or ("train",), after=after, dry_run=True)
+    return plan_submission(config, run_dir, stages=stages or ("train",), after=after, dry_run=True)
 
 
 def _options(run_dir: RunDir, **settings: object) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ def test_all_stages_run_the_same_snapshot(run_dir: RunDir) -> None:
 
 def test_a_stage_that_has_nothing_to_score_is_refused_at_once(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"data\.test: is not given, and the stage evaluate scores it"):
-        plan_submission(config_of(), "", run_dir, 1, stages=("train", "evaluate"), dry_run=True)
+        plan_submission(config_of(), run_dir, stages=("train", "evaluate"), dry_run=True)
 
 
 def test_the_commands_of_a_dry_run_name_the_job_that_is_waited_for(run_dir: RunDir) -> None:
@@ -205,10 +206,10 @@ def test_submitting_writes_the_run_folder_and_calls_sbatch_with_exactly_the_plan
 ) -> None:
     write_json(run_dir.restarts, {"newest_checkpoint": None, "without_progress": 3})
     run_dir.stop_file.write_text("")
-    submission = plan_submission(config_of(), "data: {}\n", run_dir, 1)
+    submission = plan_submission(config_of(), run_dir)
     assert submit(submission) == {"train": "4711"}
     assert fake_slurm.calls == [submission.jobs[0].sbatch_arguments()]
-    assert run_dir.config.read_text() == "data: {}\n"
+    assert load_config(run_dir.config) == with_absolute_paths(config_of(), None)
     assert run_dir.submitted_script.read_text() == submission.files[run_dir.submitted_script]
     assert (run_dir.snapshot / "dist_transformer" / "__init__.py").is_file()
     job = read_json(run_dir.job)
@@ -313,21 +314,21 @@ def test_a_run_folder_on_which_a_job_works_is_refused(run_dir: RunDir, fake_slur
     with pytest.raises(
         ConfigError, match=r"cannot submit:\n.*job 4711 already works on it \(RUNNING\); wait for it, end"
     ):
-        plan_submission(config_of(), "", run_dir, 1)
+        plan_submission(config_of(), run_dir)
     fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'PENDING', 'Dependency')}\n")
     with pytest.raises(ConfigError, match=r"job 4712 already works on it \(PENDING\)"):
-        plan_submission(config_of(), "", run_dir, 1)
+        plan_submission(config_of(), run_dir)
     fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'COMPLETED')}\n")
-    assert submit(plan_submission(config_of(), "", run_dir, 1)) == {"train": "4713"}
+    assert submit(plan_submission(config_of(), run_dir)) == {"train": "4713"}
 
 
 def test_without_sbatch_the_user_is_told_where_to_go(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ConfigError, match="sbatch: not found on PATH; submit from a login node"):
-        plan_submission(config_of(), "", run_dir, 1)
+        plan_submission(config_of(), run_dir)
 
 
 def test_problems_that_the_caller_found_are_told_with_the_others(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_submission(config_of(lanes=1, nodes=2), "", run_dir, 1, problems=["too large"], dry_run=True)
+        plan_submission(config_of(lanes=1, nodes=2), run_dir, problems=["too large"], dry_run=True)
     assert [problem[:14] for problem in caught.value.problems] == ["too large", "slurm.nodes: 2"]

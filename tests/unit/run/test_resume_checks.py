@@ -173,7 +173,7 @@ def test_a_run_that_has_nothing_is_neither_averaged_nor_evaluated(run_dir: RunDi
     config = config_of(data={"test": {"demo": "test"}})
 
     def plan(*, after: tuple[str, ...] = ()) -> None:
-        plan_submission(config, "", run_dir, 1, stages=("average", "evaluate"), after=after, dry_run=True)
+        plan_submission(config, run_dir, stages=("average", "evaluate"), after=after, dry_run=True)
 
     with pytest.raises(
         ConfigError, match="has neither a checkpoint nor model/, so --stages average,evaluate would find"
