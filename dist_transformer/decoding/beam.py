@@ -29,20 +29,6 @@ FEW_ROWS = 8
 """Rows below which the operations on groups take longer than sorting."""
 
 
-@torch.inference_mode()
-def beam_search(
-    ensemble: Ensemble, constraints: Constraints, ids: SpecialTokens, config: DecodingConfig
-) -> list[list[Hypothesis]]:
-    """Finished hypotheses of each sentence of `ensemble`, best first, at least one and at most `config.n_best`.
-
-    `ensemble` and `constraints` belong to the same sentences, with `config.beam_size` rows each.
-    """
-    search = _Search(ensemble, constraints, ids, config)
-    while search.num_sentences:
-        search.step()
-    return search.results
-
-
 def length_penalty(num_tokens: int, alpha: float) -> float:
     """Returns ((5 + length) / 6) ** alpha, equation 14 of Wu et al. (2016); the length counts eos."""
     return math.pow((5.0 + num_tokens) / 6.0, alpha)
@@ -94,12 +80,13 @@ class _Finished:
         ]
 
 
-class _Search:
-    """The state of one batch: live hypotheses as rows of the cache, finished ones, and results by input position."""
+class BeamSearch:
+    """The search of one batch: live hypotheses as rows of the cache, finished ones, and results by input position."""
 
     def __init__(
         self, ensemble: Ensemble, constraints: Constraints, ids: SpecialTokens, config: DecodingConfig
     ) -> None:
+        """`ensemble` and `constraints` belong to the same sentences, with `config.beam_size` rows each."""
         num_sentences, beam_size, device = len(constraints.longest), config.beam_size, ensemble.device
         self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
         self.longest_N = torch.tensor(constraints.longest, device=device)
@@ -120,7 +107,13 @@ class _Search:
     def num_sentences(self) -> int:
         return len(self.input_position)
 
-    def step(self) -> None:
+    def run(self) -> list[list[Hypothesis]]:
+        """Finished hypotheses of each sentence, best first, at least one and at most `config.n_best`."""
+        while self.input_position:
+            self._step()
+        return self.results
+
+    def _step(self) -> None:
         """Decodes one more token of every live hypothesis."""
         parent_NC, token_NC, candidate_NC = self._candidates()
         self.length += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
-from dist_transformer.decoding.beam import beam_search
+from dist_transformer.decoding.beam import BeamSearch
 from dist_transformer.decoding.constraints import Constraints
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.decoding.sampling import Sampling
@@ -51,7 +51,7 @@ class TorchSearcher:
         if self.config.sampling:
             found = Sampling(ensemble, constraints, batch, self.ids, self.config).run()
         else:
-            found = beam_search(ensemble, constraints, self.ids, self.config)
+            found = BeamSearch(ensemble, constraints, self.ids, self.config).run()
         # NaN cannot be compared: the search then finds nothing, or anything.
         if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
             raise UserError(

@@ -32,11 +32,6 @@ class Origin:
     data: Sequence[str] = ()
 
 
-def is_own_card(path: Path) -> bool:
-    """True if this program wrote the card and nobody has taken its mark away."""
-    return MARK in read_card(path)
-
-
 def model_card(
     config: ModelConfig, information: dict[str, Any], parameters: int, origin: Origin, before: Path | None = None
 ) -> str:

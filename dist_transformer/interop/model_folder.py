@@ -29,7 +29,7 @@ from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import MISPLACED, file_sha256, patiently, share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
-from dist_transformer.interop.model_card import CARD, Origin, is_own_card, model_card, read_card
+from dist_transformer.interop.model_card import CARD, MARK, Origin, model_card, read_card
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import find
@@ -102,7 +102,7 @@ def save_model_folder(
     else:
         header["plugin_sha256"] = file_sha256(plugin_file)
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
-    own_card = [CARD] if is_own_card(folder / CARD) else []
+    own_card = [CARD] if MARK in read_card(folder / CARD) else []  # without its mark it is the user's
     with complete_folder(folder, MODEL_FOLDER, is_model_folder, [*FILES, *own_card]) as temporary:
         try:
             save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})

@@ -147,7 +147,7 @@ def test_stopping_early_loses_no_better_translation(
     num_rows = watch_rows(model)
     early = search(model, source, beam_size=3, length_penalty=alpha, max_extra_tokens=30)
     rows_of_early = sum(num_rows)
-    monkeypatch.setattr(beam._Search, "_is_done", lambda self: self.longest_N == self.length)
+    monkeypatch.setattr(beam.BeamSearch, "_is_done", lambda self: self.longest_N == self.length)
     late = search(model, source, beam_size=3, length_penalty=alpha, max_extra_tokens=30)
     assert [[h.tokens for h in hypotheses] for hypotheses in early] == [[h.tokens for h in row] for row in late]
     assert rows_of_early < sum(num_rows) - rows_of_early
