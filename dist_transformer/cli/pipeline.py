@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cluster.checks import name_problems, sbatch_problems, slurm_problems
-from dist_transformer.cluster.jobs import job_of, script_name
+from dist_transformer.cluster.jobs import job_of
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.script import render_script
@@ -166,7 +166,7 @@ def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> S
     elif node.kind == "prepare":
         words = [str(run_dir.path / SETTINGS)]
     job = job_of(node.kind, slurm, run_dir, arguments=words)
-    script = render_script(script_name(node.kind), slurm, run_dir.snapshot, folders)
+    script = render_script(job.script.name, slurm, run_dir.snapshot, folders)
     return Submission(run_dir, {copy: _as_submitted(pipeline), job.script: script}, (job,), ())
 
 

@@ -22,7 +22,8 @@ _SCRIPTS = {"prepare": "prepare.sbatch", "train": "train.sbatch", "translate": "
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. One element per option, so that no value can become another option."""
+    """One call of sbatch. One element per option, so that no value can become another option. `script`: a copy of the
+    file of its name in slurm/."""
 
     stage: str
     options: tuple[str, ...]
@@ -34,11 +35,6 @@ class Job:
         # Otherwise a job whose dependency failed would wait forever.
         waits = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
         return [*self.options, *waits, str(self.script), *self.arguments]
-
-
-def script_name(stage: str) -> str:
-    """The file in slurm/ that runs a stage, or a node of a pipeline."""
-    return _SCRIPTS.get(stage, "command.sbatch")
 
 
 def job_of(
@@ -60,7 +56,7 @@ def job_of(
     path = str(run_dir.path)
     words = arguments or ((path,) if stage in _SCRIPTS else (stage, path))
     options = ("--parsable", "--requeue", *command_options(wanted))
-    return Job(stage, options, run_dir.slurm / script_name(stage), tuple(words))
+    return Job(stage, options, run_dir.slurm / _SCRIPTS.get(stage, "command.sbatch"), tuple(words))
 
 
 def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:

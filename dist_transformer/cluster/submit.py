@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dist_transformer.cluster.checks import busy_problems, memory_problems, sbatch_problems, submission_problems
-from dist_transformer.cluster.jobs import Job, job_of, script_name
+from dist_transformer.cluster.jobs import Job, job_of
 from dist_transformer.cluster.rollback import rolled_back_if_refused
 from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, submit_script
@@ -95,9 +95,7 @@ def plan_submission(
     excluded = [] if is_anew else [*excluded_nodes(run_dir)]
     jobs = tuple(job_of(stage, config.slurm, run_dir, excluded) for stage in stages)
     folders = needed_folders(config, run_dir.path.parent)
-    scripts = {
-        job.script: render_script(script_name(job.stage), config.slurm, run_dir.snapshot, folders) for job in jobs
-    }
+    scripts = {job.script: render_script(job.script.name, config.slurm, run_dir.snapshot, folders) for job in jobs}
     text = to_yaml(with_absolute_paths(config, None))
     return Submission(run_dir, {run_dir.config: text, **scripts}, jobs, tuple(after))
 
@@ -123,12 +121,6 @@ def submit(submission: Submission) -> dict[str, str]:
     return ids
 
 
-def begin_anew(run_dir: RunDir) -> None:
-    """Resets the count of restarts without progress and removes an old stop file, as for a submission by a person."""
-    run_dir.restarts.unlink(missing_ok=True)
-    run_dir.stop_file.unlink(missing_ok=True)
-
-
 def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     """Writes job.json; its job_id, which `status` and `logs` look at, is the training job's, or else the last one's."""
     job_id = ids.get("train", read_record(run_dir.job).get("job_id", list(ids.values())[-1]))
@@ -147,7 +139,8 @@ def _submit_first(submission: Submission) -> str:
             for path, text in submission.files.items():
                 # Scripts for their owner: `slurm.setup` may hold private values.
                 write_text(path, text, mode=0o600 if path.suffix == ".sbatch" else 0o666)
-            begin_anew(run_dir)
+            run_dir.restarts.unlink(missing_ok=True)  # counted anew, as a person submits it
+            run_dir.stop_file.unlink(missing_ok=True)
             return submit_script(submission.jobs[0].sbatch_arguments(submission.after))
     except SlurmError as error:
         raise SlurmError(f"{error}\n  {REFUSED}; nothing was changed in the run folder") from error
