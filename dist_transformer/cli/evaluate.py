@@ -206,7 +206,7 @@ def scored(
     from dist_transformer.interop.model_folder import WEIGHTS, read_config
 
     [model] = folders_of(engine, [folder])
-    information = load_exported(model).information if is_exported(model) else read_config(model)[1]
+    information = load_exported(model)[0] if is_exported(model) else read_config(model)[1]
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
     if source is not None:
         pairs = _read_files(source, references)

@@ -71,10 +71,9 @@ class CTranslate2Searcher:
         return [sorted(each, key=lambda hypothesis: -hypothesis.score)[: self.config.n_best] for each in found]
 
     def _load(self, folder: Path, device: torch.device) -> None:
-        exported = ctranslate2_export.load_exported(folder)
+        _, self.max_positions = ctranslate2_export.load_exported(folder)
         self._source_tokens, self._target_tokens = ctranslate2_export.read_vocabularies(folder)
         self._target_id = {token: number for number, token in enumerate(self._target_tokens)}
-        self.max_positions = exported.max_positions
         # Threads besides CTranslate2's own. With as many helpers as processors, OpenMP counts too many threads
         # and lets them sleep between operations: single sentences then took five to ten times as long on two processors.
         helpers = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))

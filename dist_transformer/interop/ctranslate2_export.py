@@ -6,7 +6,7 @@ The exported folder holds CTranslate2's own files and, for the text, our sentenc
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,6 @@ INFORMATION = "dist_transformer.json"
 LONGEST_TOKENS = 1024
 """Positions written into the exported model if ours has no limit: in fp32, they are a large part of a small int8 model."""
 QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class ExportedModel:
-    """Content of our file next to CTranslate2's."""
-
-    information: ModelInformation
-    max_positions: int | None
-    """Longest source and translation in tokens; None: no limit."""
 
 
 def export_ctranslate2(
@@ -77,13 +68,14 @@ def export_ctranslate2(
         write_text(folder / CARD, exported_card("ctranslate2", card_of(loaded), asdict(loaded.information), target))
 
 
-def load_exported(folder: Path) -> ExportedModel:
-    """Reads our file next to the model. Raises CheckpointError if it is missing or something else."""
+def load_exported(folder: Path) -> tuple[ModelInformation, int | None]:
+    """Reads our file next to CTranslate2's: what is known of the model, and the longest source and translation in tokens;
+    None: no limit. Raises CheckpointError if it is missing or something else."""
     path = folder / INFORMATION
     try:
         content = read_json(path)
         max_positions = content.pop("max_positions")
-        return ExportedModel(ModelInformation(**content), max_positions)
+        return ModelInformation(**content), max_positions
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: missing or damaged ({error}), expected what `dist-transformer export --to ctranslate2` writes"

@@ -57,8 +57,8 @@ def test_a_marian_folder_goes_in_and_out_to_both_programs(tmp_path: Path):
     assert "written for ctranslate2" in run("export", tmp_path / "ours", tmp_path / "fast", *arguments)
     with pytest.raises(UserError, match=r"fast: a model exported to CTranslate2, .* --engine ctranslate2"):
         model_folder_of(tmp_path / "fast")
-    exported = load_exported(tmp_path / "fast")
-    assert (exported.information.source_language, exported.information.target_language) == ("en", "de")
+    information, _ = load_exported(tmp_path / "fast")
+    assert (information.source_language, information.target_language) == ("en", "de")
 
 
 @pytest.mark.slow
