@@ -6,7 +6,7 @@ In a checkout they are in the folders at its top; an installed wheel carries the
 
 import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 Kind = Literal["configs", "slurm", "launch"]
 
@@ -23,9 +23,6 @@ def share_folder(kind: Kind) -> Path:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
-    for kind in get_args(Kind):
-        if kind == wanted:
-            print(share_folder(kind))
-            sys.exit(0)
-    sys.exit(f"usage: python -m dist_transformer.package_data {'|'.join(get_args(Kind))}")
+    if len(sys.argv) != 2 or sys.argv[1] not in get_args(Kind):
+        sys.exit(f"usage: python -m dist_transformer.package_data {'|'.join(get_args(Kind))}")
+    print(share_folder(cast(Kind, sys.argv[1])))

@@ -11,9 +11,7 @@ from dist_transformer.config.data_checks import (
     check_corpora,
     check_filters,
     check_mixture,
-    check_more_validation,
     check_sampling,
-    check_training_corpora,
     corpus_file_problems,
 )
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
@@ -311,6 +309,6 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     lambda run: run_name_problems(run.name),
     *(check_model, _check_positions, _check_plugin, _check_vocabulary),
     *(_check_schedule, _check_matrices, _check_step, check_patterns, check_lanes, _check_batches),
-    *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
-    *(_check_checkpoints, check_more_validation, _check_validation, _check_divergence, _check_tracking),
+    *(check_corpora, check_filters, check_mixture, check_sampling),
+    *(_check_checkpoints, _check_validation, _check_divergence, _check_tracking),
 )

@@ -19,21 +19,20 @@ RESERVED_NAMES = ("train", *SPLIT_NAMES)
 _CORPUS_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]+")
 
 
-def check_training_corpora(data: DataConfig) -> Iterator[str]:
-    """Checks that exactly one of `train` and `mixture` is given."""
+def check_corpora(data: DataConfig) -> Iterator[str]:
+    """Checks that exactly one of `train` and `mixture` is given, each corpus by itself, and the names of further validation
+    corpora, which are prefixes of measures and values of --split."""
     if data.train is None and data.mixture is None:
         yield "data: no training corpus; give data.train, or data.mixture for several"
     if data.train is not None and data.mixture is not None:
         yield "data.mixture: stands beside data.train; move that into data.mixture.corpora, or remove one"
 
-
-def check_corpora(data: DataConfig) -> Iterator[str]:
-    """Checks each corpus by itself."""
     for path, corpus in _corpora(data):
         yield from _kind_problems(path, corpus)
         for number, tag in enumerate(corpus.tags):
             if not tag or any(character.isspace() for character in tag):
                 yield f"{path}.tags.{number}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart"
+    yield from _name_problems("data.more_validation", data.more_validation, RESERVED_NAMES)
 
 
 def check_filters(data: DataConfig) -> Iterator[str]:
@@ -78,11 +77,6 @@ def check_mixture(data: DataConfig) -> Iterator[str]:
                 yield f"{here}.after_epochs.{name}: has weight 0 until then, so it would never come; give it more before"
         weights, reached = stage.weights, reached | begins
         yield from _weight_problems(f"{here}.weights", stage.weights, mixture)
-
-
-def check_more_validation(data: DataConfig) -> Iterator[str]:
-    """Checks the names of further validation corpora, which are prefixes of measures and values of --split."""
-    yield from _name_problems("data.more_validation", data.more_validation, RESERVED_NAMES)
 
 
 def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
