@@ -4,22 +4,24 @@ submission = plan_submission(config, run_dir)   # touches nothing
 job_ids = submit(submission)                    # writes, then calls sbatch
 """
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from dist_transformer.cluster.checks import busy_problems, memory_problems, sbatch_problems, submission_problems
 from dist_transformer.cluster.jobs import Job, job_of
-from dist_transformer.cluster.rollback import rolled_back_if_refused
 from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, submit_script
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
 from dist_transformer.errors import ConfigError
-from dist_transformer.files import write_json, write_text
+from dist_transformer.files import replacing, write_json, write_text
 from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.excluded_nodes import excluded_nodes
@@ -134,7 +136,7 @@ def _submit_first(submission: Submission) -> str:
     # The job may start at once: it must find its files and no old stop file.
     changed = [*submission.files, run_dir.restarts, run_dir.stop_file]
     try:
-        with rolled_back_if_refused(changed, run_dir.snapshot):
+        with _rolled_back_if_refused(changed, run_dir.snapshot):
             take_snapshot(run_dir.snapshot)
             for path, text in submission.files.items():
                 # Scripts for their owner: `slurm.setup` may hold private values.
@@ -144,6 +146,35 @@ def _submit_first(submission: Submission) -> str:
             return submit_script(submission.jobs[0].sbatch_arguments(submission.after))
     except SlurmError as error:
         raise SlurmError(f"{error}\n  {REFUSED}; nothing was changed in the run folder") from error
+
+
+@contextmanager
+def _rolled_back_if_refused(files: Sequence[Path], snapshot: Path) -> Iterator[None]:
+    """Restores `files` and `snapshot` after any error inside the context, unless there may be a job that needs them."""
+    # Renamed, not read, and where they are: of a colleague who submitted the run before, they can be neither read nor moved.
+    ours = [path for path in (snapshot, *files) if path.parent == snapshot.parent and path.exists()]
+    aside = {path: path.with_name(f"{path.name}.{os.getpid()}.before") for path in ours}
+    before = {path: path.read_bytes() if path.is_file() and path not in aside else None for path in files}
+    for path, other in aside.items():
+        path.rename(other)
+    try:
+        yield
+    except PerhapsSubmitted:
+        raise
+    except BaseException:
+        shutil.rmtree(snapshot, ignore_errors=True)
+        for path, old in before.items():
+            if old is None:
+                path.unlink(missing_ok=True)
+            elif not path.is_file() or path.read_bytes() != old:
+                with replacing(path) as temporary:
+                    temporary.write_bytes(old)
+        for path, other in aside.items():
+            other.rename(path)
+        raise
+    for other in snapshot.parent.glob("*.before"):
+        with suppress(OSError):
+            shutil.rmtree(other) if other.is_dir() else other.unlink()
 
 
 def _submit_next(job: Job, after: Sequence[str], ids: Mapping[str, str]) -> str:
