@@ -62,7 +62,7 @@ def evaluate_command(
         Path | None, typer.Option(help="A file of translations to score, in place of a model, with --reference.")
     ] = None,
     language_pair: Annotated[
-        str, typer.Option(help="Of --hypothesis: en-de; decides how zh, ja and ko are cut.", show_default=False)
+        str, typer.Option(help="Of --hypothesis, --source: en-de; decides how zh, ja, ko are cut.", show_default=False)
     ] = "",
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
@@ -75,9 +75,7 @@ def evaluate_command(
     ] = None,
     modified: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Also score it with every line changed by this one of data.modifiers; may be given several times."
-        ),
+        typer.Option(help="Also score it with each line changed by this one of data.modifiers; several may be given."),
     ] = None,
     metric_plugin: Annotated[
         str | None,
@@ -86,8 +84,7 @@ def evaluate_command(
     tokenised: Annotated[
         Tokenised | None,
         typer.Option(
-            help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of text that is tokenised already "
-            "(spaces).",
+            help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of tokenised text (spaces).",
             show_default=False,
         ),
     ] = None,
@@ -98,10 +95,9 @@ def evaluate_command(
     }  # fmt: skip
     if (run is None) == (hypothesis is None):
         raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
-    if hypothesis is None:
-        if language_pair:
-            raise UserError(f"--language-pair {language_pair}: is of --hypothesis; a model knows its languages")
-    else:
+    if language_pair and hypothesis is None and source is None:
+        raise UserError(f"--language-pair {language_pair}: is of --hypothesis or --source; a run's text has its own")
+    if hypothesis is not None:
         if not references:
             raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
         if any(value is not None for value in search.values()):
@@ -118,6 +114,7 @@ def evaluate_command(
         if run is None:
             raise UserError("--output: keeps what a model reaches, and how fast; with --hypothesis leave it out")
         check_output(output, "scores", lambda path: "sentences_per_second" in read_record(path), is_file=True)
+    code = language_pair.rpartition("-")[2]
     metric = None if metric_plugin is None else find("--metric-plugin", metric_plugin)
     if metric is not None:
         metric.load()  # its errors are reported before hours of translating
@@ -126,10 +123,10 @@ def evaluate_command(
         read = _read_files(hypothesis, [*(references or []), *([] if source is None else [source])])
         pairs = Pairs([] if source is None else read.references.pop(), read.references)
         print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
-        _print_scores(_measured(read.sources, pairs, language_pair.rpartition("-")[2], tokenised, metric))
+        _print_scores(_measured(read.sources, pairs, code, tokenised, metric))
         return
     found = scored(
-        run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, **search
+        run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, code, **search
     )  # fmt: skip
     name, scores = found.name, found.scores
     print(f"{name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}")
@@ -175,6 +172,7 @@ def scored(
     modified: Sequence[str] = (),
     engine: Engine = "torch",
     keep: bool = True,
+    language: str = "",
     **settings: Any,
 ) -> Scored:
     """Translates a corpus of a run, or files, and scores the translation.
@@ -187,6 +185,7 @@ def scored(
         plugin: code of the model, see `load_model_folder`.
         modified: modifiers; each is applied to every line of the corpus, which is scored once more.
         keep: false: nothing is written.
+        language: code of the target language of the files; else it is the model's.
         settings: of the search, in place of the run's.
 
     Raises:
@@ -207,6 +206,7 @@ def scored(
 
     [model] = folders_of(engine, [folder])
     information = load_exported(model)[0] if is_exported(model) else read_config(model)[1]
+    language = language or information.target_language
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
     if source is not None:
         pairs = _read_files(source, references)
@@ -214,6 +214,7 @@ def scored(
         name, prefix = f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", ""
     elif run is not None:
         corpus = _corpus_of(run[0].data, split, folder)
+        language = run[0].data.languages_of(corpus)[1]
         sources, lines = read_pairs(corpus, run[0].data)
         name, prefix, pairs = split, tag_prefix(corpus.tags), Pairs(sources, [lines])
     else:
@@ -230,8 +231,9 @@ def scored(
             best = translate_lines(opened.searcher, opened.tokenizer, pairs.sources, search, progress=progress)
             translations = [first.text for first, *_ in best]
             seconds = time.monotonic() - begun
-            measured = _measured(translations, pairs, information.target_language, tokenised, metric)
-            scores = {**measured, "pairs": total, **pairs.digests(), **search.model_dump(), **of_model}
+            measured = _measured(translations, pairs, language, tokenised, metric)
+            of_text = {"pairs": total, **pairs.digests(), "target_language": language}
+            scores = {**measured, **of_text, "step": information.step, **search.model_dump(), **of_model}
             if run is not None and keep:
                 write_json(run[1].evaluation / f"{name}.json", scores)
                 write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
@@ -329,12 +331,11 @@ def report_to_mlflow(found: Scored) -> None:
 
 def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:
     """The corpus named by --split."""
-    given = {"test": data.test, "validation": data.validation, **data.more_validation}
+    given = {key.removeprefix("more_validation."): corpus for key, corpus in data.held_out_corpora().items()}
     if (corpus := given.get(split)) is None:
-        there = ", ".join(name for name, found in given.items() if found is not None) or "none"
-        where = f"data.{split}" if split in given else f"data.more_validation.{split}"
+        where = f"data.{split}" if split in ("test", "validation") else f"data.more_validation.{split}"
         raise UserError(
             f"{where} is not given in {run / 'config.yaml'}: nothing to score; give --source and --reference, or one of the "
-            f"corpora that are there with --split: {there}"
+            f"corpora that are there with --split: {', '.join(given) or 'none'}"
         )
     return corpus

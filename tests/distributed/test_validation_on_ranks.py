@@ -27,7 +27,8 @@ def validated(train_small: Callable[..., Path]) -> Path:
     """A run whose model is that of its last validation, translated with a beam of 2."""
     return train_small(
         "validated",
-        "data.more_validation={held: {source: train.en, target: train.de}, short: {source: valid.en, target: valid.de}}",
+        "data.more_validation={held: {source: train.en, target: train.de}, "
+        "short: {source: valid.en, target: valid.de, languages: [en, zh]}}",
         "data.filters.rules.held_out=false",
         "validation={every_steps: 60, translate: true, beam_size: 2, max_sentences: 50}",
         "training={max_steps: 120, precision: fp32, log_every_steps: 20}",
@@ -65,7 +66,8 @@ def test_a_run_records_the_scores_that_evaluate_finds_on_the_same_weights(valida
     for corpus, prefix in (("validation", ""), ("held", "held/"), ("short", "short/")):
         for name in ("bleu", "chrf", "bleu_signature", "chrf_signature"):
             assert last[prefix + name] == evaluated[corpus][name], (corpus, name)
-    for name in MEASURES:  # the same text, prepared and not
+        assert f"|tok:{'zh' if corpus == 'short' else '13a'}|" in last[f"{prefix}bleu_signature"]
+    for name in {*MEASURES} - {"bleu"}:  # the same text, prepared and not; words of the language of each corpus
         assert last[f"short/{name}"] == pytest.approx(last[name], rel=1e-6), name
 
 

@@ -175,9 +175,11 @@ def test_a_metric_of_a_plug_in_chooses_the_best_checkpoint_and_is_missed_when_it
     assert len(scores) == 2
     assert all(score <= 0 for score in scores)
     assert "|" in (command.folder / "seen.txt").read_text(encoding="utf-8")
+    signature = f"score of a file with SHA-256 {file_sha256(file)}"
+    assert {record["plugin_signature"] for record in records(run, "validation")} == {signature}
     said = command("evaluate", run, "--split", "validation", "--metric-plugin", "my_metric.py:score")
     kept = json.loads((run / "evaluation" / "validation.json").read_text(encoding="utf-8"))
-    assert f"plug-in {kept['plugin']:.4f}  score of a file with SHA-256 {file_sha256(file)}" in said
+    assert f"plug-in {kept['plugin']:.4f}  {signature}" in said
     file.write_text(METRIC_OF_LENGTHS.replace("/ len", "* len"), encoding="utf-8")
     said = command("train", "small.yaml", "run.name=metric", *settings, "training.max_steps=6", code=2)
     assert "validation.plugin" in said

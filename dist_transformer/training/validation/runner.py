@@ -52,7 +52,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Translated:
-    """The translations of a set's sources, and their scores: bleu, chrf, their signatures, perhaps plugin."""
+    """The translations of a set's sources, and their scores with signatures: bleu, chrf, perhaps plugin."""
 
     translations: Sequence[str]
     scores: dict[str, float | str] = field(default_factory=dict)

@@ -101,6 +101,12 @@ class ValidationSchedule:
 
     def _found_now(self, step: int, found: Validated) -> None:
         self._found = (step, found.numbers)
+        signature = f"{self._settings.metric}_signature"
+        then, now = (str(each.get(signature)).rpartition("|version:")[0] for each in (self._newest, found.values))
+        self._newest = {**found.values, "step": step}
+        if then and now and then != now:
+            self.early_stopping = EarlyStopping(self._settings, None)
+            log.info("step %7d  %s is %s, not %s: best and patience begin anew", step, signature, now, then)
         if step % self._settings.every_steps == 0:  # the last validation of a run may be at any step
             self.early_stopping.add(step, found.numbers)
             log.info("step %7d  %s", step, self.early_stopping.standing())

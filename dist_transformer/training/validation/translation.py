@@ -21,6 +21,7 @@ from dist_transformer.errors import DataError, UserError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import ScoreTranslations, find, measure_of
+from dist_transformer.run.resume_checks import METRIC
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
 from dist_transformer.training.run import Run
@@ -121,26 +122,21 @@ def _read(run: Run, key: str, corpus: CorpusConfig, most: int | None) -> Pairs:
     return run_on_rank_zero(run.ranks, read, run.doing(f"reading data.{key}"))
 
 
-def _own_measure(run: Run) -> dict[str, ScoreTranslations]:
-    """Loads the plug-in on rank 0, before the first step, if there is one (collective)."""
-    given = run.config.validation.plugin
-    loaded: dict[str, ScoreTranslations] = {}  # not sent to the other ranks
-    if given is not None:
-        doing = run.doing("loading the plug-in of the validation")
-        run_on_rank_zero(run.ranks, lambda: loaded.update(plugin=measure_of(find("validation.plugin", given))), doing)
-    return loaded
-
-
 def _translator(run: Run, tokenizer: Tokenizer, engine: Engine) -> Translate:
     from dist_transformer.decoding.metrics import corpus_scores
 
-    config, ranks, measures = run.config, run.ranks, _own_measure(run)
-    search = _search(config)
+    config, ranks, search, own_signature = run.config, run.ranks, _search(run.config), run.data.recipe()[METRIC]
+    measures: dict[str, ScoreTranslations] = {}  # loaded on rank 0 alone, before the first step
+    if (given := config.validation.plugin) is not None:
+        doing = run.doing("loading the plug-in of the validation")
+        run_on_rank_zero(ranks, lambda: measures.update(plugin=measure_of(find(METRIC, given))), doing)
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
+        corpus = config.data.more_validation.get(each.name) or config.data.validation or CorpusConfig()
         with failures_named(ranks):
-            found = corpus_scores(translations, each.references, config.data.target_language)
+            found = corpus_scores(translations, each.references, config.data.languages_of(corpus)[1])
             del found["exact_match"]
+            found |= {f"{key}_signature": own_signature for key in measures}
             return found | {key: of(translations, each.references, each.sources) for key, of in measures.items()}
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:

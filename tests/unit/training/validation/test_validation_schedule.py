@@ -7,6 +7,7 @@ import pytest
 
 from dist_transformer.config.schema import ValidationConfig
 from dist_transformer.training.validation.early_stopping import EarlyStopping
+from dist_transformer.training.validation.runner import Validated
 from dist_transformer.training.validation.schedule import ValidationSchedule
 
 
@@ -19,3 +20,27 @@ def test_a_checkpoint_says_that_its_step_is_to_be_validated_also_if_it_is_the_la
     schedule = ValidationSchedule(run, validator, EarlyStopping(settings, None), None, {"step": 20}, Any, Any)
     schedule.step_computed(step, is_last)
     assert schedule.state(step)["validation_due"] == is_due
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "begins_anew"),
+    [
+        ("tok:13a|version:2.6.0", "tok:zh|version:2.6.0", True),
+        ("tok:zh|version:2.5.1", "tok:zh|version:2.6.0", False),
+        (None, "tok:zh|version:2.6.0", False),
+    ],
+)
+def test_the_best_begins_anew_where_a_start_cuts_words_otherwise_than_the_one_before(then, now, begins_anew):
+    settings = ValidationConfig(every_steps=10, metric="bleu")
+    run: Any = SimpleNamespace(config=SimpleNamespace(validation=settings), ranks=None)
+    validator: Any = SimpleNamespace(
+        sets=["validation"], validate=lambda step, _: Validated({"bleu": 20.0, "bleu_signature": now}, [])
+    )
+    stopping = EarlyStopping(settings, {"metric": "bleu", "best": 30.0, "best_step": 10, "num_since": 0})
+    bar: Any = SimpleNamespace(show_score=lambda *_: None)
+    newest = {"step": 20, **({} if then is None else {"bleu_signature": then})}
+    schedule = ValidationSchedule(run, validator, stopping, None, newest, bar, lambda _: None)
+    for step in (30, 40):
+        schedule.validate(step, lambda: None)
+    state = schedule.state(40)["early_stopping"]
+    assert (state["best_step"], state["num_since"]) == ((30, 1) if begins_anew else (10, 2))
