@@ -13,6 +13,7 @@ from typing import Any
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_text
+from dist_transformer.run.evaluations import search_text
 
 CARD = "README.md"
 MARK = "<!-- Written by dist-transformer. Delete this line to keep the page as it is. -->"
@@ -63,7 +64,7 @@ def add_scores(model: Path, name: str, scores: dict[str, Any]) -> None:
     if "plugin" in scores:
         measured.append(f"plug-in {scores['plugin']:.4f} (`{scores['plugin_signature']}`)")
     start = f"- {name}:"
-    line = f"{start} {', '.join(measured)}; {scores['pairs']:,} pairs, beam {scores['beam_size']}"
+    line = f"{start} {', '.join(measured)}; {scores['pairs']:,} pairs, {search_text(scores)}"
     others = [each for each in found[0].splitlines() if each.startswith("- ") and not each.startswith(start)]
     with suppress(OSError, UserError):  # the scores are kept elsewhere too
         write_text(path, text[: found.start()] + "\n".join([*others, line]) + text[found.end() :])

@@ -6,7 +6,7 @@ Only scores that were measured alike are ranked.
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -23,9 +23,10 @@ from dist_transformer.reporting.charts import Marks, compared_panels
 from dist_transformer.reporting.formatting import NOTHING, measure_text, number
 from dist_transformer.reporting.html import render
 from dist_transformer.reporting.page import charts
-from dist_transformer.reporting.run_history import RunStory, settings_that_differ
+from dist_transformer.reporting.run_history import PLACES, PreparedCorpus, Record, RunStory, settings_that_differ
 from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
 from dist_transformer.reporting.scores import EVALUATED, MEASURES
+from dist_transformer.run.evaluations import search_of
 from dist_transformer.run.goodput import goodput_text
 
 Named = tuple[str, RunStory]
@@ -37,8 +38,8 @@ MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
 OF_TOKENS = ("tokenizer.type", "tokenizer.vocabulary_size", "tokenizer.shared", "tokenizer.source_model")
 """Settings of the pieces over which loss, nll, perplexity and token accuracy are averaged."""
-OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs", "beam_size", "length_penalty", "max_extra_tokens")
-"""Entries of the files in evaluation/ that must be equal."""
+OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs")
+"""Entries of the files in evaluation/ that must be equal, besides the search."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,35 @@ def result_rows(stories: Sequence[Named]) -> list[Row]:
 
 
 def setting_rows(stories: Sequence[Named]) -> list[Row]:
-    """The settings that are not the same in all runs."""
+    """The settings that are not the same in all runs, then prepared corpora, former settings and divergences, if they differ."""
     changed = {key for _, story in stories for key in settings_that_differ(story.settings)}
+    prepared = [_prepared_text(story.prepared) for _, story in stories]
+    changed |= {"data.root"} if len({*prepared}) > 1 else set()
     keys = dict.fromkeys(key for _, story in stories for key in story.settings if key in changed)
     rows = [Row(key, [formatting.setting_text(story.settings.get(key)) for _, story in stories]) for key in keys]
+    rows += [Row("prepared corpus", prepared), Row("changed in training", [_changed_text(each) for _, each in stories])]
+    diverged = [[f"step {number(each.get('since_step'))}" for each in story.view.divergences] for _, story in stories]
+    rows.append(Row("divergences", [", ".join(steps) or NOTHING for steps in diverged]))
     return [row for row in rows if len(set(row.texts)) > 1]
+
+
+def _prepared_text(prepared: PreparedCorpus | None) -> str:
+    """The digest of a prepared corpus, and its training pairs."""
+    if prepared is None or not prepared.digest:
+        return NOTHING
+    corpora = [each for each in prepared.report.get("corpora", {}).values() if isinstance(each, dict)]
+    pairs = sum(rows for each in corpora if each.get("training") and isinstance(rows := each.get("rows"), int))
+    return f"{prepared.digest[:12]} ({pairs:,} pairs)"
+
+
+def _changed_text(story: RunStory) -> str:
+    """The former values of settings, and until when they held: "schedule.name constant until step 10"."""
+    said = [
+        f"{key} {formatting.setting_text(values[0])} until step {number(each.get('step'))}"
+        for each in story.changes for key, values in each["settings"].items()
+        if not key.startswith(("tracking.", "slurm.", "training.max_steps", *PLACES)) and isinstance(values, list) and values
+    ]  # fmt: skip
+    return ", ".join(said) or NOTHING
 
 
 def compare_page(stories: Sequence[Named], results: Sequence[Row]) -> str:
@@ -137,30 +162,28 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
                 continue
             having = [story for (_, story), each in zip(stories, scores, strict=True) if key in each]
             values, hows = [each.get(key) for each in scores], {formatting.evaluation_text(each) for each in known}
-            title = f"evaluated: {name} {formatting.measure_name(key)}"
-            texts = [measure_text(key, value) for value in values]
+            of_all = hows.pop() if len(hows) == 1 else ""
+            title = f"evaluated: {name} {formatting.measure_name(key)} {of_all}".strip()
             texts = [
-                "of an earlier model" if name in s.outdated else t for (_, s), t in zip(stories, texts, strict=True)
-            ]
-            if len(hows) == 1:
-                title = f"{title} {hows.pop()}".strip()
-            else:
-                texts = [
-                    f"{text} {formatting.evaluation_text(each)}".strip()
-                    for text, each in zip(texts, scores, strict=True)
-                ]
+                "of an earlier model" if name in story.outdated
+                else f"{measure_text(key, each.get(key))} {'' if of_all else formatting.evaluation_text(each)}".strip()
+                for (_, story), each in zip(stories, scores, strict=True)
+            ]  # fmt: skip
             yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(having, known, name, key))
         yield from _significance(stories, name)
 
 
 def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
-    """Yields p-values of the BLEU of the runs against that of the first one whose translations and references are there."""
+    """Yields p-values of the BLEU of runs scored alike, against the first whose translations and references are there."""
     texts = [_kept_texts(story.run_dir.evaluation, name) if name in story.evaluations else [] for _, story in stories]
-    first = next(filter(None, texts), [])
-    alike = {place: each[0] for place, each in enumerate(texts) if each and each[1:] == first[1:]}
-    if len(alike) > 1 and len(first[0]) <= MOST_LINES:
-        baseline, story = stories[min(alike)]
-        found = dict(zip(alike, bleu_p_values([*alike.values()], first[1:], story.languages[1] or ""), strict=True))
+    scores = [story.evaluations.get(name, {}) for _, story in stories]
+    hows = [(text[1:], search_of(s), s.get("bleu_signature")) for text, s in zip(texts, scores, strict=True)]
+    base = next((place for place, text in enumerate(texts) if text), 0)
+    alike = {place: text[0] for place, text in enumerate(texts) if text and hows[place] == hows[base]}
+    if len(alike) > 1 and len(alike[base]) <= MOST_LINES:
+        baseline, story = stories[base]
+        language = str(scores[base].get("target_language", story.languages[1] or ""))
+        found = dict(zip(alike, bleu_p_values([*alike.values()], texts[base][1:], language), strict=True))
         cells = [NOTHING if (p := found.get(place)) is None else f"{p:.3f}" for place in range(len(stories))]
         yield Row(f"evaluated: {name} BLEU, p against {baseline} (paired bootstrap)", cells)
 
@@ -189,9 +212,7 @@ def _measures(stories: Sequence[Named]) -> list[str]:
     """Measures that any run has: of data.validation first, then of further corpora."""
     names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
     known = [name for name in names if name.rpartition("/")[2] in MEASURES]
-    return sorted(
-        known, key=lambda name: (name.count("/"), name.rpartition("/")[0], MEASURES.index(name.rpartition("/")[2]))
-    )
+    return sorted(known, key=lambda name: (name.rpartition("/")[0], MEASURES.index(name.rpartition("/")[2])))
 
 
 def _best(values: Sequence[Any], highest: bool) -> int | None:
@@ -251,11 +272,12 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
 
 
 def why_evaluated_otherwise(
-    stories: Sequence[RunStory], evaluations: Sequence[Mapping[str, Any]], name: str, measure: str
+    stories: Sequence[RunStory], evaluations: Sequence[Record], name: str, measure: str
 ) -> list[str]:
     """Settings by which results of `evaluate`, none of them empty, differ between runs under this name."""
     keys = (*OF_EVALUATION, f"{measure}_signature")
-    found = [key for key in keys if any(each.get(key) != evaluations[0].get(key) for each in evaluations)]
+    known = [{**{key: each.get(key) for key in keys}, **search_of(each)} for each in evaluations]
+    found = [key for key, value in known[0].items() if any(each.get(key, value) != value for each in known)]
     if all("source_sha256" in each for each in evaluations):
         return found
     of_split = f"data.{name}" if name in ("test", "validation") else f"data.more_validation.{name}"

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dist_transformer.reporting.run_history import Record, RunStory
+from dist_transformer.run.evaluations import search_text
 
 NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "plugin": "plug-in"}
 FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
@@ -32,17 +33,14 @@ def measure_text(measure: str, value: Any) -> str:
     return number(value, FORMS.get(key, ".4f"))
 
 
-def search_text(beam_size: Any) -> str:
-    """Text like "greedy search" or "beam 4"; empty if not a number."""
-    if not isinstance(beam_size, int):
-        return ""
-    return "greedy search" if beam_size == 1 else f"beam {beam_size}"
-
-
 def evaluation_text(scores: Record) -> str:
-    """Conditions of a score of the final model: (beam 4, 1,000 pairs)."""
-    pairs = number(scores.get("pairs"))
-    said = [search_text(scores.get("beam_size")), "" if pairs == NOTHING else f"{pairs} pairs"]
+    """Conditions of a score of the final model: (beam 4, 1,000 pairs, step 20)."""
+    pairs, step = number(scores.get("pairs")), number(scores.get("step"))
+    said = [
+        search_text(scores),
+        "" if pairs == NOTHING else f"{pairs} pairs",
+        "" if step == NOTHING else f"step {step}",
+    ]
     known = ", ".join(filter(None, said))
     return f"({known})" if known else ""
 

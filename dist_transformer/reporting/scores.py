@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
-from dist_transformer.reporting.formatting import NAMES, measure_name, measure_text, number, search_text
+from dist_transformer.reporting.formatting import NAMES, measure_name, measure_text, number
 from dist_transformer.reporting.run_history import RunStory
+from dist_transformer.run.evaluations import search_text
 
 MEASURES = ("bleu", "chrf", "comet", "plugin", "loss", "perplexity", "token_accuracy", "nll")
 EVALUATED = TRANSLATION_MEASURES
@@ -53,7 +54,7 @@ def _of_corpus(story: RunStory, prefix: str) -> Validations:
 def _measured_on(story: RunStory, corpus: str, measures: list[str]) -> Iterator[str]:
     """Yields the text and the search of each measure."""
     translated = [key for key in measures if key in TRANSLATION_MEASURES]
-    if translated and (search := search_text(story.settings.get("validation.beam_size"))):
+    if translated and (search := search_text({"beam_size": story.settings.get("validation.beam_size")})):
         most = story.settings.get("validation.max_sentences")
         # Pairs as prepared; those of further corpora are not counted there.
         corpora = story.prepared.report.get("corpora", {}) if story.prepared and not corpus else {}

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.files import file_sha256
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import Record, read_record
@@ -10,6 +11,23 @@ from dist_transformer.run.records import Record, read_record
 OF_MODEL, OF_FILE = "model_sha256", "model_file"
 """Entries of a file in evaluation/ that identify the weights file of the model that was scored: its SHA-256; its size and
 modification time, which spare the reading of a file that is still the same."""
+
+SEARCH = DecodingConfig().model_dump(exclude={"max_tokens", "n_best"})
+"""Settings of a search on which the translations depend, with the defaults, which hold for a version without them."""
+
+
+def search_of(scores: Record) -> Record:
+    """Returns the settings that decided the search of kept scores."""
+    unused = ("beam_size", "length_penalty") if scores.get("sampling") else ("temperature", "top_k", "top_p", "seed")
+    return {key: scores.get(key, default) for key, default in SEARCH.items() if key not in unused}
+
+
+def search_text(scores: Record) -> str:
+    """Returns text like "greedy search", "beam 4" or "sampled (seed 5)", with what is not the default; empty without a beam."""
+    found, beam = search_of(scores), scores.get("beam_size")
+    said = f"sampled (seed {found['seed']})" if found["sampling"] else "greedy search" if beam == 1 else f"beam {beam}"
+    others = (key for key in found if key not in ("beam_size", "sampling", "seed") and found[key] != SEARCH[key])
+    return ", ".join([said, *(f"{key} {found[key]}" for key in others)]) if isinstance(beam, int) else ""
 
 
 def entries_of(weights: Path) -> dict[str, str]:

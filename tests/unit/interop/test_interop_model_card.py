@@ -80,6 +80,21 @@ def test_scores_of_a_corpus_are_added_once_and_the_newest_stays(folder: Path) ->
     assert "## How to load it" in card
 
 
+@pytest.mark.parametrize(
+    ("search", "said"),
+    [
+        ({"beam_size": 1}, "greedy search"),
+        ({"sampling": True, "seed": 5, "temperature": 1.0}, "sampled (seed 5)"),
+        ({"sampling": True, "seed": 5, "top_k": 10}, "sampled (seed 5), top_k 10"),
+        ({"too_long": "split", "max_source_tokens": 90}, "beam 4, max_source_tokens 90, too_long split"),
+        ({"seed": 5}, "beam 4"),
+    ],
+)
+def test_a_card_tells_the_search_of_its_scores(folder: Path, search: dict[str, object], said: str) -> None:
+    add_scores(folder, "test", {**SCORES, **search})
+    assert f"; 1,000 pairs, {said}\n" in text_of(folder)
+
+
 def test_a_new_model_gets_a_new_card_with_the_licence_of_the_old_one(folder: Path) -> None:
     add_scores(folder, "test", SCORES)
     (folder / CARD).write_text(text_of(folder).replace("license: unknown", "license: cc-by-4.0"))

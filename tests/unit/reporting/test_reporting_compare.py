@@ -2,7 +2,7 @@
 
 import pytest
 from html_reader import Page, assert_sound
-from run_builder import append, write_run
+from run_builder import append, write_prepared, write_run
 from running import records
 
 from dist_transformer.files import read_json, write_json
@@ -36,6 +36,29 @@ def test_only_settings_that_differ_are_shown(stories):
     assert set(rows) == {"optimizer.beta1", "run.seed", "training.max_steps", "validation.every_steps"}
 
 
+def test_another_training_text_and_what_happened_in_training_are_told_among_the_settings(tmp_path):
+    run_dirs = [write_run(tmp_path / name / "run", num_steps=20, **{"data.root": f"/{name}"}) for name in ("a", "b")]
+    assert setting_rows(named([read_story(run_dir) for run_dir in run_dirs])) == []
+    for run_dir, digest in zip(run_dirs, ("a1" * 32, "b2" * 32), strict=True):
+        write_prepared(run_dir.path.parent / "prepared")
+        manifest = run_dir.path.parent / "prepared" / "manifest.json"
+        write_json(manifest, {**read_json(manifest), "digest": digest})
+    settings = {
+        "schedule.name": ["constant", "cosine"],
+        "training.max_steps": [10, 20],
+        "tracking.enabled": [True, False],
+    }
+    append(run_dirs[1].history, [{"event": "changed", "step": 10, "time": 0.0, "settings": settings}])
+    write_json(run_dirs[0].divergence, [{"since_step": 5}, {"since_step": 1200}])
+    rows = rows_of(setting_rows(named([read_story(run_dir) for run_dir in run_dirs])))
+    assert {name: texts for name, (texts, _) in rows.items()} == {
+        "data.root": ["/a", "/b"],
+        "prepared corpus": ["a1a1a1a1a1a1 (990 pairs)", "b2b2b2b2b2b2 (990 pairs)"],
+        "changed in training": ["-", "schedule.name constant until step 10"],
+        "divergences": ["step 5, step 1,200", "-"],
+    }
+
+
 def test_scores_stand_side_by_side_and_the_best_is_told(stories):
     rows = rows_of(result_rows(stories))
     newest = [records(story.run_dir.path, "validation")[-1] for _, story in stories]
@@ -55,7 +78,10 @@ def test_a_loss_is_best_where_it_is_lowest(stories):
 @pytest.mark.parametrize(
     ("changed", "texts"),
     [({"beam_size": 1}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (greedy search, 1,000 pairs)"]),
-     ({"pairs": 20}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (beam 4, 20 pairs)"])],
+     ({"pairs": 20}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (beam 4, 20 pairs)"]),
+     ({"sampling": True}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (sampled (seed 1), 1,000 pairs)"]),
+     ({"too_long": "split"}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (beam 4, too_long split, 1,000 pairs)"]),
+     ({"no_repeat_ngram_size": 3}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (beam 4, no_repeat_ngram_size 3, 1,000 pairs)"])],
 )  # fmt: skip
 def test_results_of_other_searches_or_pairs_have_no_best_one(stories, changed, texts):
     path = stories[1][1].run_dir.evaluation / "test.json"
@@ -67,6 +93,31 @@ def test_results_of_other_searches_or_pairs_have_no_best_one(stories, changed, t
     why = f"No best one is marked of evaluated: test BLEU; evaluated: test chrF: the runs differ in {key}."
     assert why in notes(rows)
     assert why in Page(page_of(stories)).text
+
+
+def test_settings_that_had_no_effect_on_a_search_and_defaults_of_later_versions_are_no_difference(stories):
+    path = stories[1][1].run_dir.evaluation / "test.json"
+    write_json(path, {**read_json(path), "seed": 7, "top_k": 3, "too_long": "refuse", "sampling": False, "step": 80})
+    rows = rows_of(result_rows([(name, read_story(story.run_dir)) for name, story in stories]))
+    assert rows["evaluated: test BLEU"] == (
+        ["31.25 (beam 4, 1,000 pairs)", "33.00 (beam 4, 1,000 pairs, step 80)"],
+        1,
+    )
+
+
+def test_p_values_are_of_runs_that_were_scored_alike_and_of_words_of_the_language_of_the_corpus(tmp_path):
+    references = [f"这是第{number}座蓝色的房子。" for number in range(100)]
+    searches = {"first": {}, "worse": {}, "greedy": {"beam_size": 1}, "others": {"bleu_signature": "tok:13a"}}
+    for name, search in searches.items():
+        folder = write_run(tmp_path / name, num_steps=20).evaluation
+        lines = [line.replace("这是", "那里") for line in references] if name != "first" else references
+        (folder / "test.translations").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        (folder / "test.reference1").write_text("".join(f"{line}\n" for line in references), encoding="utf-8")
+        how = {"target_language": "zh", "bleu_signature": "tok:zh", **search}
+        write_json(folder / "test.json", {**read_json(folder / "test.json"), **how})
+    rows = rows_of(result_rows(named([read_story(RunDir(tmp_path / name)) for name in searches])))
+    texts = rows["evaluated: test BLEU, p against first (paired bootstrap)"][0]
+    assert texts == ["-", "0.001", "-", "-"]
 
 
 def test_differences_in_bleu_of_the_same_text_have_a_p_value_against_the_first_that_kept_it(tmp_path):
