@@ -17,6 +17,8 @@ from dist_transformer.distributed.devices import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.run.attempts import warn_of_age
+from dist_transformer.run.folder import RunDir
 
 # Threads of OpenMP, which loading starts, are gone in a forked process, where more than one would be waited for for ever.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
@@ -36,9 +38,10 @@ class LoadedModels:
 
 
 def model_folder_of(path: Path) -> Path:
-    """The model folder of a model folder or run folder."""
+    """The model folder of a model folder or run folder; of a run's, warns of its age."""
     for folder in (path, path / "model"):
         if (folder / "model.safetensors").is_file():
+            warn_of_age(RunDir(path))
             return folder
     if (path / "model.bin").is_file():  # CTranslate2's; its adapter is not imported, because a served model lacks it
         raise UserError(

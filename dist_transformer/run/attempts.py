@@ -1,12 +1,15 @@
 """The attempts of a run under Slurm, as attempts.jsonl has them, and the newest checkpoint for the next attempt."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
+from dist_transformer.errors import say
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.records import records_of
+from dist_transformer.run.records import read_record, records_of
 
 
 def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
@@ -23,3 +26,15 @@ def newest_checkpoint(run_dir: RunDir) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return max(names, key=lambda name: int(name.removeprefix("step_")), default=None)
+
+
+@cache
+def warn_of_age(run_dir: RunDir) -> None:
+    """Warns, once and on rank 0, of a model/ older than the newest checkpoint, unless it is that of a run at its end."""
+    with suppress(OSError):
+        newest = int((newest_checkpoint(run_dir) or "step_0").removeprefix("step_"))
+        step = read_record(run_dir.model / "config.json").get("step", newest)
+        is_at_end = read_record(run_dir.state).get("state") == "finished"
+        if step < newest and not is_at_end and os.environ.get("RANK", "0") == "0":
+            average = f"`dist-transformer average {run_dir.quoted}` makes a model of it"
+            say(f"warning: {run_dir.model} is of step {step}, the newest checkpoint of step {newest}: {average}")

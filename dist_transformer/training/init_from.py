@@ -15,6 +15,7 @@ from dist_transformer.files import MISPLACED, file_sha256, read_json
 from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, form_of, load_initial_weights
 from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.run.attempts import warn_of_age
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, Weights
@@ -53,7 +54,8 @@ def initialise(
         if isinstance(result, UserError):
             raise result.agreed()
     assert isinstance(fit, Fit)
-    log.info("init_from  %s: %d tensors taken", found.folder, len(fit.taken))
+    step = read_json(found.folder / (CONFIG if found.is_model else STATE))["step"]
+    log.info("init_from  %s of step %d: %d tensors taken", found.folder, step, len(fit.taken))
     if fit.others and ranks.is_rank_zero:
         log.warning("init_from  these start anew, were left out, or are others now:\n%s", fit_text(fit))
     return {"init_from": str(found.folder.absolute()), "init_from_sha256": found.sha256}
@@ -70,6 +72,7 @@ def find(path: Path) -> Found:
     """
     for folder in (path, RunDir(path).model):
         if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+            warn_of_age(RunDir(path))
             return Found(folder, True, file_sha256(folder / WEIGHTS))
     if path.name.startswith("step_") and (path / MANIFEST).is_file():
         if (problem := checkpoints.damage(path)) is not None:

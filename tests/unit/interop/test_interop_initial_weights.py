@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.decoding.loaded_model import model_folder_of
 from dist_transformer.errors import UserError
+from dist_transformer.files import write_json
 from dist_transformer.interop.initial_weights import (
     FORM,
     MISSING,
@@ -190,3 +192,24 @@ def test_a_setting_that_an_older_checkpoint_does_not_tell_is_not_held_against_it
     )
     assert set(here.form) == set(FORM)
     assert compare(model_of(), weights_of(model_of()), there, here).others == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "is_told"), [("stopped", 20, True), ("finished", 20, False), ("stopped", 120, False)]
+)
+def test_a_model_that_training_has_left_behind_is_taken_with_one_warning(
+    tmp_path, capsys, monkeypatch, state, step, is_told
+):
+    """At the end of a run the model may be that of an earlier, better step."""
+    monkeypatch.delenv("RANK", raising=False)
+    write_json(tmp_path / "model" / "config.json", {"step": step})
+    (tmp_path / "model" / "model.safetensors").touch()
+    write_json(tmp_path / "run.json", {"state": state})
+    for number in (20, 120):
+        (tmp_path / "checkpoints" / f"step_{number:08d}").mkdir(parents=True)
+    assert model_folder_of(tmp_path) == find(tmp_path).folder == tmp_path / "model"
+    text = (
+        f"warning: {tmp_path}/model is of step 20, the newest checkpoint of step 120: `dist-transformer average {tmp_path}` "
+        "makes a model of it\n"
+    )
+    assert capsys.readouterr().err == (text if is_told else "")
