@@ -1,12 +1,14 @@
 """Use from Python: the same work as the verbs, with errors as exceptions. `dist_transformer` itself exports these names."""
 
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dist_transformer.cli.arguments import check_ranks, read_run
+from dist_transformer.cli.search_options import noting_tags, search_settings
 from dist_transformer.config.loading import load_config as _load_config
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.schema import Config as Config
@@ -110,10 +112,10 @@ class Translator:
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
-        from dist_transformer.cli.search_options import search_settings
         from dist_transformer.decoding.loaded_model import LoadedTranslator, model_folder_of
 
         path = Path(folder)
+        self._unchecked: Path | None = path
         self._translator = LoadedTranslator(model_folder_of(path), search_settings(path, **settings))
 
     def __call__(self, line: str) -> str:
@@ -131,7 +133,8 @@ class Translator:
         """
         if isinstance(lines, str):
             raise UserError("translate takes lines, got one text, whose letters would be lines: call the Translator")
-        return self._translator.translate(_all_text("a line", lines))
+        texts, folder, self._unchecked = _all_text("a line", lines), self._unchecked, None
+        return self._translator.translate(texts if folder is None else noting_tags(folder, texts))
 
 
 def load_config(path: str | Path, *overrides: str) -> Config:
@@ -171,6 +174,11 @@ def train(config: Config | str | Path, ranks: int = 1) -> Run:
     """
     from dist_transformer.processes.launching import start_local_ranks
 
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError(
+            "train: call it in the main thread, which receives the signals that stop a run; from another thread start "
+            "`dist-transformer train` as a process"
+        )
     with _path_of(config) as path:
         resolved, run_dir = read_run(path)
         check_ranks(resolved, ranks)

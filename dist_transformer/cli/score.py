@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import write_utf8
-from dist_transformer.cli.search_options import EnsembleOption, ModelArgument, search_settings
+from dist_transformer.cli.search_options import EnsembleOption, ModelArgument, noting_tags, search_settings
 from dist_transformer.errors import UserError
 
 
@@ -42,7 +42,8 @@ def score_command(
     write_utf8()
     loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
     lines, translations = LineReader(source), LineReader(target)
-    pairs = ((lines.read(number, 1)[0], translations.read(number, 1)[0]) for number in range(num_sources))
+    sources = noting_tags(model, (lines.read(number, 1)[0] for number in range(num_sources)))
+    pairs = ((text, translations.read(number, 1)[0]) for number, text in enumerate(sources))
     total, num_tokens = 0.0, 0
     for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device, most):
         total, num_tokens = total + sum(found), num_tokens + len(found)

@@ -17,9 +17,7 @@ PANEL = "Search (default: as the run's configuration says)"
 ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
 EnsembleOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="A further model of the same vocabulary; several models are one by the mean of their probabilities."
-    ),
+    typer.Option(help="A further model of the same vocabulary; several are one by their mean probabilities."),
 ]
 
 PluginOption = Annotated[
@@ -41,18 +39,12 @@ NBestOption = Annotated[int | None, _option_of_search("Translations for each lin
 NoRepeatOption = Annotated[
     int | None, _option_of_search("No n-gram of so many tokens twice; 0: any.", "--no-repeat-ngram", min=0)
 ]
-SamplingOption = Annotated[
-    bool | None, _option_of_search("Draw tokens in place of the beam search.", "--sampling/--no-sampling")
-]
+SamplingOption = Annotated[bool | None, _option_of_search("Draw tokens, no beam.", "--sampling/--no-sampling")]
 TemperatureOption = Annotated[float | None, _option_of_search("Sampling: divides logits.")]
 TopKOption = Annotated[int | None, _option_of_search("Sampling: from so many likeliest tokens; 0: all.", min=0)]
-TopPOption = Annotated[
-    float | None, _option_of_search("Sampling: from the likeliest tokens that have this probability.")
-]
+TopPOption = Annotated[float | None, _option_of_search("Sampling: from the likeliest tokens of this probability.")]
 SeedOption = Annotated[int | None, _option_of_search("Of sampling.", min=0)]
-TooLongOption = Annotated[
-    Literal["refuse", "split"] | None, _option_of_search("What becomes of lines above --max-source-tokens.")
-]
+TooLongOption = Annotated[Literal["refuse", "split"] | None, _option_of_search("Lines above --max-source-tokens.")]
 MaxSourceOption = Annotated[int | None, _option_of_search("Longest line, in tokens, translated at once.", min=2)]
 MaxTokensOption = Annotated[int | None, _option_of_search("Source tokens times beam in one batch.", min=1)]
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from running import Command
 import dist_transformer
 from dist_transformer.cli.search_options import search_settings
 from dist_transformer.errors import MachineError
+from dist_transformer.files import write_json
 
 
 def test_the_page_has_what_the_docstrings_say() -> None:
@@ -119,13 +121,34 @@ def test_a_damaged_record_costs_no_step_of_a_run(tmp_path: Path) -> None:
     assert len([*run.metrics()]) == len([*run.metrics("train")]) == 2
 
 
+class Reader:
+    """In place of a model: reads the lines as one does."""
+
+    def translate(self, lines: Any) -> Any:
+        return (line.strip() for line in lines)
+
+
 @pytest.mark.parametrize("lines", [["a", None], [b"abc"], b"abc"])
 def test_lines_that_are_no_text_are_refused(lines: Any) -> None:
-    class Model:
-        def translate(self, lines: Any) -> Any:
-            return (line.strip() for line in lines)
-
     translator = object.__new__(dist_transformer.Translator)
-    translator._translator = Model()  # type: ignore[assignment]
+    translator._translator, translator._unchecked = Reader(), None  # type: ignore[assignment]
     with pytest.raises(dist_transformer.UserError, match=r"expected a line as text, got (NoneType|bytes|int)"):
         list(translator.translate(lines))
+
+
+def test_a_translator_warns_once_of_lines_without_the_tags_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(tmp_path / "config.yaml", {"data": {"train": {"demo": "train", "tags": ["<2de>"]}}})
+    translator = object.__new__(dist_transformer.Translator)
+    translator._translator, translator._unchecked = Reader(), tmp_path  # type: ignore[assignment]
+    for _ in range(2):
+        assert [*translator.translate(["one", "two"])] == ["one", "two"]
+    assert capsys.readouterr().err == "warning: no line begins with <2de>, as every training sentence did\n"
+
+
+def test_training_outside_of_the_main_thread_is_refused_with_what_to_do(small_corpus: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(dist_transformer.train, small_corpus / "small.yaml").exception()
+    assert isinstance(found, dist_transformer.UserError)
+    assert "train: call it in the main thread" in str(found)

@@ -57,9 +57,10 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     kept = json.loads((trained / "evaluation" / "test.json").read_text(encoding="utf-8"))
     assert f"BLEU  {kept['bleu']:.2f}  {kept['bleu_signature']}" in said
     assert "tok:13a" in kept["bleu_signature"]
-    assert kept["pairs"] == 40
+    assert (kept["pairs"], kept["step"], kept["target_language"]) == (40, 9, "de")
     files = ("--source", small_corpus / "valid.en", "--target", small_corpus / "valid.de")
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
+    assert "|tok:zh|" in command("evaluate", trained / "model", *files, "--language-pair", "en-zh")
 
 
 def test_text_without_the_tags_of_training_is_translated_with_a_warning(command, trained, small_corpus, tmp_path):
@@ -71,6 +72,7 @@ def test_text_without_the_tags_of_training_is_translated_with_a_warning(command,
     for words in (
         ["evaluate", "--source", source, "--reference", target],
         ["translate", "--input", source, "--output", tmp_path / "t.de"],
+        ["score", "--source", source, "--target", target],
     ):
         verb, *options = words
         assert told in command(verb, tmp_path / "run", *options)
@@ -184,7 +186,7 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
             "--modified changes a source, which a model",
         ),
         (("RUN", "--source", "a"), "--source and --reference belong together"),
-        (("RUN", "--language-pair", "en-de"), "--language-pair en-de: is of --hypothesis"),
+        (("RUN", "--language-pair", "en-de"), "--language-pair en-de: is of --hypothesis or --source"),
         (("--hypothesis", "valid.en", "--reference", "train.en"), "40"),
         (("--hypothesis", "gone", "--reference", "valid.en"), "gone"),
     ],
