@@ -22,9 +22,14 @@ def has_final_norm(config: ModelConfig) -> bool:
     return config.norm == "pre" if config.final_norm is None else config.final_norm
 
 
+def norm_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Names of a norm's parameters, each a vector of d_model numbers."""
+    return {"layer": ("weight", "bias"), "rms": ("weight",)}[config.norm_type]
+
+
 def feed_forward_matrices(config: ModelConfig) -> int:
     """Number of d_model x d_ff matrices in a feed-forward network: the two of equation 2, and SwiGLU's gate."""
-    return 3 if config.activation == "swiglu" else 2
+    return {"relu": 2, "gelu": 2, "silu": 2, "swiglu": 3}[config.activation]
 
 
 class Parameters(NamedTuple):
@@ -41,7 +46,7 @@ class Parameters(NamedTuple):
 def count_by_part(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> Parameters:
     """Number of trainable parameters of the network, each tied matrix counted once."""
     d_model, d_ff = config.d_model, config.d_ff
-    norm = d_model if config.norm_type == "rms" else 2 * d_model
+    norm = len(norm_tensors(config)) * d_model
     keys, values = (config.num_heads * size for size in head_sizes(config))
     attention = 2 * (d_model * (keys + values) + keys) + values + d_model + norm
     matrices = feed_forward_matrices(config)

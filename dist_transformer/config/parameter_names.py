@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from dist_transformer.config.model_size import has_final_norm
+from dist_transformer.config.model_size import feed_forward_matrices, has_final_norm, norm_tensors
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
 
 NUM_NAMES_SHOWN = 5
@@ -15,9 +15,9 @@ _EMBEDDINGS = ["source_embedding.weight", "target_embedding.weight"]
 
 def all_parameter_names(config: ModelConfig) -> list[str]:
     """Returns all names of all parameters, sorted; a shared parameter has two."""
-    feed_forward = ["inner", "outer", *(["gate"] if config.activation == "swiglu" else [])]
+    feed_forward = ["inner", "outer", "gate"][: feed_forward_matrices(config)]
     self_attention, cross_attention = ["query_key_value", "output"], ["query", "key_value", "output"]
-    norm = ["weight"] if config.norm_type == "rms" else ["weight", "bias"]
+    norm = norm_tensors(config)
     encoder = {"self_attention": self_attention, "feed_forward": feed_forward}
     names = [*_EMBEDDINGS, *(["output_bias"] if config.output_bias else [])]
     names += [] if config.tied_output else ["output.weight"]

@@ -108,13 +108,14 @@ def import_ctranslate2() -> Any:
 def _spec(loaded: LoadedModel, longest: int) -> Any:
     specs = import_ctranslate2().specs
     config, model = loaded.config, loaded.model
-    activations = specs.Activation
+    kinds = specs.Activation
+    by_name = {"relu": kinds.RELU, "gelu": kinds.GELU, "silu": kinds.SWISH, "swiglu": kinds.SWISH}
     of_both: dict[str, Any] = dict(
         num_heads=config.num_heads,
         pre_norm=True,  # creates the entry of a final norm, which post-norm models may have too; set below
-        activation={"relu": activations.RELU, "gelu": activations.GELU}.get(config.activation, activations.SWISH),
+        activation=by_name[config.activation],
         ffn_glu=config.activation == "swiglu",
-        rms_norm=config.norm_type == "rms",
+        rms_norm={"layer": False, "rms": True}[config.norm_type],
         head_dim=head_sizes(config)[0],
         no_final_norm=not has_final_norm(config),
     )

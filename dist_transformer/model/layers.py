@@ -45,7 +45,7 @@ class AddAndNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, alpha: float = 1.0) -> None:
         super().__init__()
-        self.is_pre_norm = config.norm == "pre"
+        self.is_pre_norm = {"post": False, "pre": True, "deepnorm": False}[config.norm]
         self.alpha = alpha
         self.norm = make_norm(config)
         self.dropout = Dropout(config.dropout)
@@ -59,9 +59,11 @@ class AddAndNorm(nn.Module):
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """Returns the norm of `config.norm_type`; RMSNorm (Zhang and Sennrich, 2019) subtracts no mean and has no bias."""
-    if config.norm_type == "rms":
-        return nn.RMSNorm(config.d_model, eps=RMS_EPSILON)
-    return nn.LayerNorm(config.d_model, eps=RMS_EPSILON if config.positions == "marian" else 1e-5)
+    match config.norm_type:
+        case "layer":
+            return nn.LayerNorm(config.d_model, eps=RMS_EPSILON if config.positions == "marian" else 1e-5)
+        case "rms":
+            return nn.RMSNorm(config.d_model, eps=RMS_EPSILON)
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,9 @@ class _Widths:
         precision = config.training.precision
         product, residual = 4 if precision == "fp32" else 2, model_size.bytes_of_weight(config.training)
         kept = product if _copies_to_bf16(config) else residual
-        if config.model.norm_type == "layer":
-            norm = (config.model.d_model + 2) * residual
-        else:  # on CPUs torch's RMS norm is a chain of operations in fp32
-            norm = config.model.d_model * residual + 4 if on_gpu else 4 * (2 * config.model.d_model + 1)
+        d_model = config.model.d_model
+        rms = d_model * residual + 4 if on_gpu else 4 * (2 * d_model + 1)  # on CPUs a chain of operations in fp32
+        norm = {"layer": (d_model + 2) * residual, "rms": rms}[config.model.norm_type]
         attention = product if on_gpu else 4
         return cls(product, attention, kept, residual, norm, mask=1 if config.model.dropout else 0)
 

@@ -12,6 +12,7 @@ import ctranslate2
 import pytest
 import torch
 from marian_folders import demo_sentences, make_marian_folder
+from model_choices import CHOICES
 from tokenised_models import make_model_folder
 
 from dist_transformer.config.schema import DecodingConfig
@@ -28,16 +29,13 @@ from dist_transformer.model.search_interface import Hypothesis, SearchInput
 
 CPU = torch.device("cpu")
 VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"norm": "pre"},
+    *CHOICES,
     {"norm": "pre", "final_norm": False, "d_ff": 8},
     {"final_norm": True, "activation": "gelu"},
     {"activation": "silu", "output_bias": True},
     {"activation": "swiglu", "norm_type": "rms", "norm": "pre", "positions": "rotary"},
     {"positions": "rotary", "key_size": 6, "value_size": 6},
     {"positions": "learned", "max_positions": 96, "norm_type": "rms"},
-    {"norm": "deepnorm"},
-    {"positions": "marian"},
     {"is_shared": False, "tied_output": False},
 ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_choices import CHOICES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -273,7 +274,7 @@ def test_every_parameter_has_a_gradient_where_most_layers_are_skipped(make_model
 # ------------------------------------------------------------------------------------------------- the whole network
 
 
-@pytest.mark.parametrize("given", VARIANTS, ids=str)
+@pytest.mark.parametrize("given", [*CHOICES, *VARIANTS], ids=str)
 def test_the_parameter_count_formula_counts_the_parameters_of_variants(
     given: dict[str, Any], make_config: MakeConfig
 ) -> None:
@@ -284,7 +285,7 @@ def test_the_parameter_count_formula_counts_the_parameters_of_variants(
     assert count_by_part(config, 32, target_vocabulary).total == counted
 
 
-@pytest.mark.parametrize("given", [{}, *VARIANTS, {"positions": "learned", "max_positions": 50}], ids=str)
+@pytest.mark.parametrize("given", [*CHOICES, *VARIANTS], ids=str)
 @pytest.mark.parametrize(
     "apart", [{}, {"shared_embeddings": False}, {"shared_embeddings": False, "tied_output": False}]
 )
