@@ -14,6 +14,7 @@ from rich.text import Text
 from dist_transformer.cluster.final_status import is_alive
 from dist_transformer.cluster.job_status import Document, run_folders, short_reports
 from dist_transformer.cluster.queue import OVER
+from dist_transformer.config.metrics import TRANSLATION_MEASURES
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
 from dist_transformer.reporting.curves import Curve, read_curves, thinned
@@ -23,7 +24,7 @@ from dist_transformer.run.folder import RunDir
 REFRESH_SECONDS = 4
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_POINTS = 40
-SCORES = ("loss", "perplexity", "bleu", "chrf", "plugin")
+SCORES = ("loss", "perplexity", *TRANSLATION_MEASURES)
 
 
 def watch(folder: Path, *, is_run: bool) -> None:

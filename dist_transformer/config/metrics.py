@@ -1,21 +1,41 @@
-"""Names of the measures of a validation corpus, and the direction in which each is better.
+"""The measures of a validation corpus: how each is named and written, and the direction in which it is better.
 
 A metric is a measure of data.validation (`bleu`), or of another corpus, with its name in front (`newstest2013/bleu`).
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-TOKEN_MEASURES = ("loss", "nll", "perplexity", "token_accuracy")
+
+class Measure(NamedTuple):
+    """A measure: its name and format on pages, the text that it is computed on, and its better direction."""
+
+    name: str
+    form: str
+    measured_on: Literal["translations", "references", "runs of earlier versions"]
+    is_lower_better: bool = False
+
+
+MEASURES = {
+    "bleu": Measure("BLEU", ".2f", "translations"),
+    "chrf": Measure("chrF", ".2f", "translations"),
+    "comet": Measure("COMET", ".4f", "runs of earlier versions"),
+    "plugin": Measure("plug-in", ".4f", "translations"),
+    "loss": Measure("loss", ".4f", "references", True),
+    "perplexity": Measure("perplexity", ".2f", "references", True),
+    "token_accuracy": Measure("token accuracy", ".1%", "references"),
+    "nll": Measure("nll", ".4f", "references", True),
+}
+"""Every measure, in the order of pages."""
+TOKEN_MEASURES = tuple(sorted(key for key, each in MEASURES.items() if each.measured_on == "references"))
 """Measures computed on the reference itself, always available."""
-TRANSLATION_MEASURES = ("bleu", "chrf", "plugin")
+TRANSLATION_MEASURES = tuple(key for key, each in MEASURES.items() if each.measured_on == "translations")
 """Measures of real output: with validation.translate; plugin with validation.plugin, too."""
 OF_TRANSLATIONS = (
     *("validation.beam_size", "validation.max_sentences", "data.target_language"),
     *("decoding.length_penalty", "decoding.max_extra_tokens", "decoding.max_source_tokens"),
 )
 """Settings on which every measure of translations depends."""
-LOWER_IS_BETTER = ("loss", "nll", "perplexity")
 
 
 def corpus_and_measure(metric: str) -> tuple[str | None, str]:
@@ -46,8 +66,8 @@ def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def is_lower_better(metric: str) -> bool:
-    """True if lower values of the metric are better."""
-    return corpus_and_measure(metric)[1] in LOWER_IS_BETTER
+    """True if lower values of the metric are better. Raises KeyError if its measure is none of MEASURES."""
+    return MEASURES[corpus_and_measure(metric)[1]].is_lower_better
 
 
 def is_better(metric: str, value: float, than: float) -> bool:

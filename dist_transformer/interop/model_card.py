@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.config.metrics import MEASURES, TRANSLATION_MEASURES
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_text
@@ -57,12 +58,10 @@ def add_scores(model: Path, name: str, scores: dict[str, Any]) -> None:
     if MARK not in text or (found := _SCORES.search(text)) is None:
         return
     measured = [
-        f"{label} {scores[key]:.2f} (`{scores[f'{key}_signature']}`)"
-        for key, label in (("bleu", "BLEU"), ("chrf", "chrF"))
+        f"{MEASURES[key].name} {scores[key]:{MEASURES[key].form}} (`{scores[f'{key}_signature']}`)"
+        for key in TRANSLATION_MEASURES
         if key in scores
     ]
-    if "plugin" in scores:
-        measured.append(f"plug-in {scores['plugin']:.4f} (`{scores['plugin_signature']}`)")
     start = f"- {name}:"
     line = f"{start} {', '.join(measured)}; {scores['pairs']:,} pairs, {search_text(scores)}"
     others = [each for each in found[0].splitlines() if each.startswith("- ") and not each.startswith(start)]

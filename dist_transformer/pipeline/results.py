@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.data_schema import MODIFIERS
+from dist_transformer.config.metrics import MEASURES
 from dist_transformer.files import modified
 from dist_transformer.format import duration, table
 from dist_transformer.pipeline.schema import KINDS, Pipeline
@@ -18,9 +19,9 @@ from dist_transformer.run.status import SILENT_SECONDS, look_at
 
 COLUMNS = ("node", "kind", "state", "since", "took", "result")
 SHOWN = {
-    "bleu": ("BLEU", ".2f"), "chrf": ("chrF", ".2f"), **{f"bleu.{name}": (f"BLEU {name}", ".2f") for name in MODIFIERS},
+    **{key: MEASURES[key][:2] for key in ("bleu", "chrf")}, **{f"bleu.{name}": (f"BLEU {name}", ".2f") for name in MODIFIERS},
     "sentences_per_second": ("sentences/s", ",.1f"),
-    "step": ("step", ",d"), "loss": ("loss", ".4f"), "tokens_per_second": ("tokens/s", ",.0f"),
+    "step": ("step", ",d"), "loss": MEASURES["loss"][:2], "tokens_per_second": ("tokens/s", ",.0f"),
     "pairs": ("pairs", ",d"), "kept_lines": ("kept", ",d"), "lines": ("lines", ",d"), "megabytes": ("MB", ",.2f"),
 }  # fmt: skip
 """Numbers of nodes: their names and formats."""

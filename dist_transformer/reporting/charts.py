@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from dist_transformer.config.metrics import MEASURES, TOKEN_MEASURES
 from dist_transformer.reporting.curves import Curve, Curves
-from dist_transformer.reporting.formatting import NAMES
 from dist_transformer.reporting.run_history import RunStory
 
 WARM_UP_SHARE = 0.03
@@ -33,7 +33,7 @@ FROM_ZERO = ("%", "GB", "MB/s", "target tokens/s")
 TITLES = {
     "loss": ("loss (labels smoothed)", "nats per target token"),
     "nll": ("nll (negative log-likelihood)", "nats per target token"),
-    **{key: (name, "") for key, name in NAMES.items()},
+    **{key: (each.name, "") for key, each in MEASURES.items() if key not in TOKEN_MEASURES},
     "token_accuracy": ("token accuracy", "%"),
 }
 """Titles and units of the measures that are drawn."""

@@ -25,7 +25,7 @@ from dist_transformer.reporting.html import render
 from dist_transformer.reporting.page import charts
 from dist_transformer.reporting.run_history import PLACES, PreparedCorpus, Record, RunStory, settings_that_differ
 from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
-from dist_transformer.reporting.scores import EVALUATED, MEASURES
+from dist_transformer.reporting.scores import EVALUATED
 from dist_transformer.run.evaluations import search_of
 from dist_transformer.run.goodput import goodput_text
 
@@ -211,8 +211,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def _measures(stories: Sequence[Named]) -> list[str]:
     """Measures that any run has: of data.validation first, then of further corpora."""
     names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
-    known = [name for name in names if name.rpartition("/")[2] in MEASURES]
-    return sorted(known, key=lambda name: (name.rpartition("/")[0], MEASURES.index(name.rpartition("/")[2])))
+    order = [*metrics.MEASURES]
+    known = [name for name in names if name.rpartition("/")[2] in order]
+    return sorted(known, key=lambda name: (name.rpartition("/")[0], order.index(name.rpartition("/")[2])))
 
 
 def _best(values: Sequence[Any], highest: bool) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.config.metrics import is_lower_better
+from dist_transformer.config.metrics import MEASURES, corpus_and_measure, is_lower_better
 from dist_transformer.run.metrics_log import read_records
 
 Floats = NDArray[np.float64]
@@ -37,10 +37,11 @@ class Curve:
         return Curve(self.steps[is_finite], self.values[is_finite]) if is_finite.any() else None
 
     def best(self, measure: str, after_step: int = -1) -> tuple[int, float] | None:
-        """Step and value of the first best finite point of a validation measure: loss, newstest2013/bleu."""
+        """Step and value of the first best finite point of a validation measure: loss, newstest2013/bleu; None also if it
+        is none of this version's."""
         later = self.steps > after_step
         finite = Curve(self.steps[later], self.values[later]).finite()
-        if finite is None:
+        if finite is None or corpus_and_measure(measure)[1] not in MEASURES:
             return None
         index = int(np.argmin(finite.values) if is_lower_better(measure) else np.argmax(finite.values))
         return int(finite.steps[index]), float(finite.values[index])

@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from dist_transformer.config.metrics import MEASURES
 from dist_transformer.reporting.run_history import Record, RunStory
 from dist_transformer.run.evaluations import search_text
 
-NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "plugin": "plug-in"}
-FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
-"""Formats of validation measures; token accuracy is in per cent, the others have four decimal places."""
 NOTHING = "-"
 
 
 def measure_name(measure: str) -> str:
     """Display name: BLEU for bleu, newstest2013 BLEU for newstest2013/bleu."""
     corpus, _, key = measure.rpartition("/")
-    return f"{corpus} {NAMES.get(key, key.replace('_', ' '))}".strip()
+    return f"{corpus} {MEASURES[key].name if key in MEASURES else key.replace('_', ' ')}".strip()
 
 
 def metric_name(measure: str) -> str:
@@ -28,9 +26,7 @@ def metric_name(measure: str) -> str:
 def measure_text(measure: str, value: Any) -> str:
     """A measure's value with its significant digits; "-" without a value."""
     key = measure.rpartition("/")[2]
-    if key == "token_accuracy" and isinstance(value, int | float) and math.isfinite(value):
-        return f"{100 * value:.1f} %"
-    return number(value, FORMS.get(key, ".4f"))
+    return number(value, MEASURES[key].form if key in MEASURES else ".4f").replace("%", " %")
 
 
 def evaluation_text(scores: Record) -> str:

@@ -16,7 +16,7 @@ from dist_transformer.config.credentials import holds_secret, is_secret, without
 from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.config.former_keys import current_settings
 from dist_transformer.config.loading import flatten
-from dist_transformer.config.metrics import corpus_and_measure, settings_of_measure
+from dist_transformer.config.metrics import MEASURES, corpus_and_measure, settings_of_measure
 from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.config.slurm_schema import CPU_BIND
@@ -34,7 +34,7 @@ from dist_transformer.run.status import RunView, look_at
 Record = dict[str, Any]
 PLACES = ("run.name", "run.root", "data.root", "data.prepared")
 """Settings of a run's location, not of the run itself."""
-CHECKPOINT_MEASURES = ("bleu", "chrf", "comet", "plugin", "loss", "perplexity")
+CHECKPOINT_MEASURES = tuple(key for key in MEASURES if key not in ("token_accuracy", "nll"))
 
 
 @dataclass(frozen=True)

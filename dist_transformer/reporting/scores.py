@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
-from dist_transformer.reporting.formatting import NAMES, measure_name, measure_text, number
+from dist_transformer.config.metrics import MEASURES, TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
+from dist_transformer.reporting.formatting import measure_name, measure_text, number
 from dist_transformer.reporting.run_history import RunStory
 from dist_transformer.run.evaluations import search_text
 
-MEASURES = ("bleu", "chrf", "comet", "plugin", "loss", "perplexity", "token_accuracy", "nll")
 EVALUATED = TRANSLATION_MEASURES
 """Measures of `evaluate` that are shown."""
 
@@ -34,7 +33,8 @@ def validations(story: RunStory) -> list[Validations]:
 def _prefixes(story: RunStory) -> list[str]:
     """The prefixes of the measures: "" for data.validation, "newstest2013/" for a further one."""
     names = story.curves.names("validation")
-    return [*dict.fromkeys(name.rpartition("/")[0] + "/" * ("/" in name) for name in names if name.endswith(MEASURES))]
+    known = [name for name in names if name.endswith(tuple(MEASURES))]
+    return [*dict.fromkeys(name.rpartition("/")[0] + "/" * ("/" in name) for name in known)]
 
 
 def _of_corpus(story: RunStory, prefix: str) -> Validations:
@@ -86,5 +86,5 @@ def signatures(story: RunStory) -> list[tuple[str, str]]:
                 of_corpora.setdefault(str(signature), []).append(name)
         for signature, names in of_corpora.items():
             where = f" ({', '.join(names)})" if len(of_corpora) > 1 else ""
-            lines.append((f"{NAMES[key]}{where}", signature))
+            lines.append((f"{measure_name(key)}{where}", signature))
     return lines

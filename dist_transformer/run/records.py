@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from dist_transformer.config.metrics import MEASURES
 from dist_transformer.files import parse_json, read_json
 from dist_transformer.run.tail import PIECE_BYTES, last_lines
 
@@ -31,8 +32,7 @@ _TYPES: dict[Any, tuple[str, ...]] = {
              "task", "pairs", "beam_size", "number", "source_vocabulary", "target_vocabulary", "newest_step",
              "without_progress"),
     _MOMENT: ("time", "started", "began", "before_seen", "save_seconds", "validation_seconds"),
-    _NUMBER: ("target_tokens", "data_wait_share", "loss", "nll", "learning_rate", "tokens_per_second", "bleu", "chrf",
-              "comet", "plugin", "exact_match"),
+    _NUMBER: ("target_tokens", "data_wait_share", "learning_rate", "tokens_per_second", "exact_match", *MEASURES),
     bool: ("requeued", "is_best", "fixed", "by_hand"),
     dict[str, Any]: ("recipe", "corpora", "early_stopping", "validation", "decoding", "overrides"),
     dict[str, str]: ("tags", "parameters", "stages"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dist_transformer.config.metrics import MEASURES, TRANSLATION_MEASURES
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.window_request import PURPOSE_SAMPLES, random_generator
 from dist_transformer.distributed.group import Ranks
@@ -191,12 +192,10 @@ def sample_lines(num_lines: int, count: int, seed: int, step: int) -> tuple[list
 def _log(step: int, each: ValidationSet, found: dict[str, float | str], seconds: float) -> None:
     """Logs the line of a corpus."""
     name = "" if not each.prefix else f" {each.name}"
-    scores = "".join(f"  {label % found[key]}" for key, label in _SCORES.items() if key in found)
+    known = {key: MEASURES[key] for key in TRANSLATION_MEASURES if key in found}
+    scores = "".join(f"  {measure.name} {found[key]:{measure.form}}" for key, measure in known.items())
     log.info(
         "step %7d  validation%s loss %.4f  nll %.4f  perplexity %.2f  accuracy %.1f%%%s  (%.1f s)",
         step, name, found["loss"], found["nll"], found["perplexity"], 100 * float(found["token_accuracy"]), scores,
         seconds,
     )  # fmt: skip
-
-
-_SCORES = {"bleu": "BLEU %.2f", "chrf": "chrF %.2f", "plugin": "plug-in %.4f"}

@@ -77,3 +77,4 @@ def test_the_best_of_a_loss_is_the_lowest_and_of_a_score_the_highest():
     curve = curve_of([3.0, 1.0, 4.0, 1.0])
     assert curve.best("newstest/loss") == (2, 1.0)
     assert curve.best("newstest/bleu") == (3, 4.0)
+    assert curve.best("newstest/of_a_later_version") is None  # in which direction it is better is not known

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,3 +107,8 @@ def test_the_log_is_told_what_is_best_and_how_long_ago_that_was():
         "best bleu 27.31 of step 2, 1 validation ago",
         "best bleu 27.31 of step 2, 2 validations ago",
     ]
+
+
+def test_a_measure_without_a_known_direction_is_never_taken_to_be_better_where_it_is_higher() -> None:
+    with pytest.raises(KeyError):
+        is_better("news/unknown", 10.0, 60.0)
