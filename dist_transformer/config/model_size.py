@@ -142,7 +142,7 @@ def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -
 
 
 def checkpoint_bytes(parameters: int, training: TrainingConfig) -> int:
-    """Bytes of a checkpoint: fp32 weights, Adam's two moments and the moving average, for every precision and stage."""
+    """Bytes of a checkpoint: fp32 weights, at most two moments and the moving average, for every precision and stage."""
     return parameters * (16 if training.ema_decay is not None else 12)
 
 
@@ -160,7 +160,7 @@ def checkpoints_bytes(config: Config, parameters: int) -> int:
     return checkpoint_bytes(parameters, config.training) * (kept + 4)
 
 
-def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+def staging_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
     """Bytes that a rank holds in the CPU's memory for the copy that checkpoints are written from."""
     return round(checkpoint_bytes(parameters, training) / num_ranks)
 

@@ -99,7 +99,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam as in 5.3, and Muon."""
+    """The optimizer: Adam (5.3); for the layers' matrices, Muon on request."""
 
     matrices: Literal["adam", "muon"] = Field(
         "adam", description="What updates the layers' matrices: the paper's Adam, or Muon, which needs fewer steps."

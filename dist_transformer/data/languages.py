@@ -1,4 +1,4 @@
-"""Which of two languages a sentence is in, by py3langid or lingua, which are asked about the declared languages only."""
+"""Language of a sentence, one of the two declared ones, by py3langid or lingua."""
 
 import unicodedata
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
-"""Ranks: join the group, sum small tensors over it, leave it. The only file that calls torch.distributed directly.
+"""Ranks: join the group, sum small tensors over it, leave it. The only file that calls torch.distributed, apart from
+DeepSpeed's adapter.
 
 There are two groups. DeepSpeed's moves gradients and parameters (NCCL on GPUs, gloo on CPUs); the control group, always
 gloo and on the CPU, moves a few integers a step, so that the ranks never wait for the GPU to agree on something.
@@ -259,7 +260,7 @@ class Fetched:
 def join(timeout_seconds: int) -> Ranks:
     """Joins the group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a group of one without them.
 
-    Collectives that last longer than `timeout_seconds` end with an error on every rank (promise P7).
+    Collectives that last longer than `timeout_seconds` end with an error on every rank.
     """
     _let_segments_grow()
     if "RANK" not in os.environ:

@@ -1,4 +1,4 @@
-"""What nodes have given, for the table of `pipeline status` and the page of `pipeline report`."""
+"""Results of nodes, for the table of `pipeline status` and the page of `pipeline report`."""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -67,7 +67,7 @@ def memory_of_rank(
     moments_of = _moments_of_exchange if model_size.sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
     of_cpu = (by_part.total, config.training, num_ranks)
-    cpu = model_size.offloaded_bytes(*of_cpu) + model_size.snapshot_bytes(*of_cpu)
+    cpu = model_size.offloaded_bytes(*of_cpu) + model_size.staging_bytes(*of_cpu)
     parts = {
         "weights": state.weights,
         "gradients": state.gradients,

@@ -15,7 +15,7 @@ from dist_transformer.config.model_size import (
     effective_training,
     lanes_of_pass,
     offloaded_bytes,
-    snapshot_bytes,
+    staging_bytes,
     state_bytes,
 )
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
@@ -149,7 +149,7 @@ def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:
     held = state_bytes(parameters, training, ranks.num_ranks)
     if ranks.device.type == "cpu":
         held += offloaded_bytes(parameters.total, training, ranks.num_ranks)
-        held += snapshot_bytes(parameters.total, training, ranks.num_ranks)
+        held += staging_bytes(parameters.total, training, ranks.num_ranks)
     return find_max_tokens(objective, held, run.config.data, ranks, training, doing)
 
 

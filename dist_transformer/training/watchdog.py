@@ -1,4 +1,4 @@
-"""Detection of hangs (promise P7): a rank without progress prints each thread's stack and leaves with its own code."""
+"""Detection of hangs: a rank without progress prints each thread's stack and leaves with its own code."""
 
 import faulthandler
 import os

@@ -1,6 +1,6 @@
 """The loader: yields the micro-batches of a rank's lanes, step by step, and keeps the position to resume from.
 
-    loader = LaneLoader(builder, planner, position, lanes=[0, 2], settings)
+    loader = LaneLoader(builder, planner, position, batch, [0, 2], settings)
     step = loader.next_step()         # one micro-batch for each lane, None where the lane's epoch has ended
     loader.lane_positions()           # advanced by micro-batches handed out, not by prefetched ones
 
@@ -33,7 +33,7 @@ class MicroBatch:
     """A micro-batch of one lane. All ids are int64; padding is at the end of each row.
 
     source_BS: source tokens ending with end-of-sentence. target_in_BT: decoder input, beginning with begin-of-sentence.
-    target_out_BT: the tokens to predict, ending with end-of-sentence.
+    target_out_BT: the tokens to predict, ending with end-of-sentence. row_ids: (B,), see CORPUS_SHIFT.
     """
 
     lane: int

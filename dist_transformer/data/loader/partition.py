@@ -1,18 +1,18 @@
-"""The plan: the rows of each window of each lane, as pure functions of seed, corpora and segment.
+"""The plan: the rows of each window of each lane, as pure functions of seed, corpora and partition.
 
     planner = Planner(group_rows, num_lanes=8, window_rows=20_000, seed=1, stages=(Stage(0, None),))
-    segment = planner.first_segment()
-    plan = planner.plan(segment)
+    partition = planner.first_partition()
+    plan = planner.plan(partition)
     plan.request(lane=3, window=0)         # WindowRequest(key, slices of row groups)
 
 The stream of a corpus is the concatenation of its row groups, permuted by (seed, corpus, pass), for pass 0, pass 1, ...
-A segment takes a number of rows (its quota) from the front of each stream and cuts each pass in them into one equal
+A partition takes a number of rows (its quota) from the front of each stream and cuts each pass in them into one equal
 range for each lane, so that the lanes go through a pass together; the rows of a lane of all corpora are cut into equal
-windows, so that every window has each corpus in the same share. An epoch is one segment; before a stage of a mixture
+windows, so that every window has each corpus in the same share. An epoch is one partition; before a stage of a mixture
 that waits for passes over a corpus, it is cut to end with them.
-It is repartitioned, into another segment, if the weights of a mixture change at a step or a run resumes with another number
+It is repartitioned, into another partition, if the weights of a mixture change at a step or a run resumes with another number
 of lanes: windows that were begun are finished first, and all other rows return, in order, to the front of the streams. So
-every row is used once in each pass (promise P2), and nothing here depends on ranks or loader processes (P1).
+every row is used once in each pass, and nothing here depends on ranks or loader processes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,7 +82,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """A window that was begun in an earlier segment, in which `emitted` of its micro-batches were handed out."""
+    """A window that was begun in an earlier partition, in which `emitted` of its micro-batches were handed out."""
 
     request: WindowRequest
     emitted: int
@@ -94,7 +94,7 @@ class Partition:
 
     Attributes:
         number: number of earlier partitions of the epoch.
-        quotas: rows of each corpus in this segment.
+        quotas: rows of each corpus in this partition.
         shares: shares of its stage.
         open_windows: windows of each lane to finish before its own windows.
     """
@@ -148,11 +148,11 @@ class Planner:
         return self._epoch(0, (Stream(),) * len(self.rows), 0)
 
     def after_epoch(self, partition: Partition, batch: int) -> Partition:
-        """Returns the next epoch, after all rows of `segment` were used; `batch`: number of its first global batch."""
+        """Returns the next epoch, after all rows of `partition` were used; `batch`: number of its first global batch."""
         return self._epoch(partition.epoch + 1, self._streams_after(partition, {}), batch)
 
     def repartition(self, partition: Partition, lanes: LanePositions, batch: int, num_lanes: int) -> Partition:
-        """Partitions the rest of the epoch of `segment` into `num_lanes` lanes with the shares in force at `batch`."""
+        """Partitions the rest of the epoch of `partition` into `num_lanes` lanes with the shares in force at `batch`."""
         plan = self.plan(partition)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
         left = {c: _merged(span for _, spans in rests for span in spans[c]) for c in range(len(self.rows))}
@@ -203,7 +203,7 @@ class Planner:
 
 
 class PartitionPlan:
-    """The windows of one segment. The open windows of a lane come first in its numbering."""
+    """The windows of one partition. The open windows of a lane come first in its numbering."""
 
     def __init__(self, planner: Planner, partition: Partition) -> None:
         self._planner, self._partition, self._num_lanes = planner, partition, len(partition.open_windows)
@@ -214,7 +214,7 @@ class PartitionPlan:
         return len(self._partition.open_windows[lane]) + self._num_own(lane)
 
     def emitted_before(self, lane: int, window: int) -> int:
-        """Number of micro-batches of a window that were handed out in an earlier segment."""
+        """Number of micro-batches of a window that were handed out in an earlier partition."""
         opened = self._partition.open_windows[lane]
         return opened[window].emitted if window < len(opened) else 0
 

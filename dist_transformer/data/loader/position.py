@@ -33,7 +33,7 @@ class Quarantined:
 
 @dataclass(frozen=True)
 class Position:
-    """Current segment and, per lane, (window, micro-batches of it handed out)."""
+    """Current partition and, per lane, (window, micro-batches of it handed out)."""
 
     __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
@@ -46,7 +46,7 @@ class Position:
 
     @classmethod
     def start(cls, partition: Partition) -> "Position":
-        """Returns the position at the start of a segment."""
+        """Returns the position at the start of a partition."""
         return cls(partition, tuple((0, windows[0].emitted if windows else 0) for windows in partition.open_windows))
 
     def with_quarantined(self, row_groups: Sequence[Quarantined]) -> "Position":

@@ -1,6 +1,6 @@
 """Windows as micro-batches: reads the rows, shuffles, buckets by length, pads, and lays all out in one flat array.
 
-A window is a pure function of (manifest, seed, epoch, segment, lane, window): any loader process of any rank computes the
+A window is a pure function of (manifest, seed, epoch, partition, lane, window): any loader process of any rank computes the
 same one, and a resume recomputes one window per lane instead of reading the epoch again.
 """
 

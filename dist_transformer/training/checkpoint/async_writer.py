@@ -81,12 +81,12 @@ class AsyncWriter:
 
     def __init__(self, run_dir: RunDir, ranks: Ranks, progress: Callable[[str], None]) -> None:
         self._run_dir, self._ranks, self._progress = run_dir, ranks, progress
-        self._snapshot = StagingBuffer()
-        self._flight: PendingSave | None = None
+        self._staging = StagingBuffer()
+        self._pending: PendingSave | None = None
 
     def reserve(self, engine: "Engine") -> None:
         """Allocates the memory of the copy now, not at the first save (not collective)."""
-        self._snapshot.take(engine.fragments())
+        self._staging.take(engine.fragments())
 
     def begin(self, engine: "Engine", state: dict[str, Any]) -> None:
         """Copies this rank's part of the training state and begins to write it (collective).
@@ -94,39 +94,39 @@ class AsyncWriter:
         Args:
             state: other content of the checkpoint, at least "step" and "run_id"; copied.
         """
-        assert self._flight is None, "a save is in flight: finish() comes first"
+        assert self._pending is None, "a save is in flight: finish() comes first"
         final = self._run_dir.checkpoints / checkpoints.folder_name(state["step"])
         whole = {**state, "version": VERSION, "state_files": self._ranks.num_ranks, "shapes": engine.shapes()}
         flight = PendingSave(final, json.loads(json.dumps(whole)), time.monotonic())
         flight.was_there = self._ranks.broadcast_object(
             _is_there(final, flight.state) if self._ranks.is_rank_zero else None
         )
-        self._flight = flight
+        self._pending = flight
         if not flight.was_there:
             self._progress(f"copying the state for checkpoint {final.name}")
             fragments = engine.fragments()
-            self._snapshot.take(fragments)
+            self._staging.take(fragments)
             sums = sums_by_part(fragments)
             flight.bit_sum = int(sums.sum())
             flight.state["bit_sums"] = dict(zip(PARTS, self._ranks.all_reduce_sum(sums.clone()).tolist(), strict=True))
-            flight.needed_bytes = sum(self._ranks.all_gather_object(self._snapshot.num_bytes))
+            flight.needed_bytes = sum(self._ranks.all_gather_object(self._staging.num_bytes))
             self._attempt(flight)
 
     def complete(self, values: Mapping[str, Any]) -> None:
         """Replaces values of the state given to `begin` that were not known then (not collective)."""
-        assert self._flight is not None, "no save is in flight"
-        self._flight.state |= json.loads(json.dumps(values))
+        assert self._pending is not None, "no save is in flight"
+        self._pending.state |= json.loads(json.dumps(values))
 
     def is_writing(self) -> bool:
         """True while this rank's file is not on disk."""
-        return self._flight is not None and self._flight.writer is not None and self._flight.writer.is_alive()
+        return self._pending is not None and self._pending.writer is not None and self._pending.writer.is_alive()
 
     def finish(self) -> Saved:
         """Waits for the files of all ranks and commits them (collective).
 
         A save that fails is tried again from the same copy, SAVE_ATTEMPTS times in all, then given up.
         """
-        flight = self._flight
+        flight = self._pending
         assert flight is not None, "no save is in flight"
         problem = None if flight.was_there else self._confirm(flight)
         for attempt in range(2, SAVE_ATTEMPTS + 1):
@@ -137,7 +137,7 @@ class AsyncWriter:
             time.sleep(SECONDS_BETWEEN_ATTEMPTS)
             self._attempt(flight)
             problem = self._confirm(flight)
-        self._flight = None
+        self._pending = None
         step, seconds = int(flight.state["step"]), time.monotonic() - flight.began
         if problem is not None:
             return Saved(step, None, self._give_up(flight, problem), seconds)
@@ -150,7 +150,7 @@ class AsyncWriter:
         flight.writer = None
         if flight.problem is None:
             path = flight.temporary / file_name(self._ranks.rank)
-            flight.writer = _Writer(path, self._snapshot, flight.bit_sum)
+            flight.writer = _Writer(path, self._staging, flight.bit_sum)
             flight.writer.start()
 
     def _confirm(self, flight: "PendingSave") -> str | None:
@@ -257,7 +257,7 @@ class _Writer(threading.Thread):
 
     def __init__(self, path: Path, snapshot: StagingBuffer, expected_sum: int) -> None:
         super().__init__(name=f"writes {path.name}", daemon=True)
-        self._path, self._snapshot, self._expected_sum = path, snapshot, expected_sum
+        self._path, self._staging, self._expected_sum = path, snapshot, expected_sum
         self._stages_done = 0
         self._entry: dict[str, Any] | None = None
         self._problem: str | None = None
@@ -265,7 +265,7 @@ class _Writer(threading.Thread):
 
     def run(self) -> None:
         try:
-            write_state_file(self._path, self._snapshot.fragments, self._snapshot.starts)
+            write_state_file(self._path, self._staging.fragments, self._staging.starts)
             self._stages_done = 1
             flush_to_disk(self._path)
             self._stages_done = 2

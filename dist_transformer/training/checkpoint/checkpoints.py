@@ -1,6 +1,6 @@
-"""Checkpoints, each complete or absent, the same for every ZeRO stage, precision and number of ranks (promise P5).
+"""Checkpoints, each complete or absent, the same for every ZeRO stage, precision and number of ranks.
 
-    checkpoints/step_00012000/state_0.safetensors ... state_{W-1}.safetensors   weights and Adam moments by name, fp32
+    checkpoints/step_00012000/state_0.safetensors ... state_{W-1}.safetensors   weights and at most two moments by name, fp32
                               state.json                                         step, position, loss scaler, recipe, shapes
                               manifest.json                                      step, run, every file, size, SHA-256
     checkpoints/step_00011000.damaged                                            set aside by a start: files have changed

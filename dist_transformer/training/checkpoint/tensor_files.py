@@ -1,8 +1,8 @@
 """The tensors of a checkpoint: fragments of flattened fp32 tensors, one safetensors file for each rank that wrote.
 
-    state.json            "version": 2, "state_files": 2, "shapes": {"encoder.0.norm.gain": [512], ...}
-    state_0.safetensors   "weight/encoder.0.norm.gain": 256 numbers; metadata {"starts": {"weight/encoder.0.norm.gain": 0}}
-    state_1.safetensors   "weight/encoder.0.norm.gain": 256 numbers; metadata {"starts": {"weight/encoder.0.norm.gain": 256}}
+    state.json            "version": 2, "state_files": 2, "shapes": {"encoder_norm.weight": [512], ...}
+    state_0.safetensors   "weight/encoder_norm.weight": 256 numbers; metadata {"starts": {"weight/encoder_norm.weight": 0}}
+    state_1.safetensors   "weight/encoder_norm.weight": 256 numbers; metadata {"starts": {"weight/encoder_norm.weight": 256}}
 
 Parts are "weight", Adam's "exp_avg" and "exp_avg_sq", and "ema". The fragments of a tensor tile it exactly, so with any
 later number of ranks each rank reads only the elements that it owns.
@@ -76,7 +76,7 @@ class _Library(BaseModel):
 
 
 class _State(BaseModel):
-    """What a resume reads of state.json whatever the run: a file that was edited may hold anything."""
+    """Values of state.json that every resume reads; a file that was edited may hold anything."""
 
     model_config = ConfigDict(strict=True)
 

@@ -79,7 +79,8 @@ def without_mlflow() -> Iterator[None]:
 def not_compiling(deepspeed_compiler: Any) -> Iterator[None]:
     """Disables DeepSpeed's decorators for torch's compiler in the block, as on a torch that cannot compile.
 
-    DeepSpeed compares every optimizer with Muon, whose module compiles kernels at import; stage 3 excludes its hooks. 1.51.
+    DeepSpeed compares every optimizer with Muon, whose module compiles kernels at import; stage 3 excludes its hooks.
+    Start without it: 1.51 times as long.
     """
     compile_decorator, disable = deepspeed_compiler.compile, torch.compiler.disable
     deepspeed_compiler.compile = lambda: deepspeed_compiler.dummy_decorator
@@ -94,7 +95,7 @@ def call_as_not_compiled(functions: Iterable[Callable[..., Any]]) -> None:
     """Makes functions decorated by `torch._disable_dynamo` callable without import of the compiler that it disables.
 
     The attribute is the decorator's own cache of the function to call; without it, or in a version that names it
-    otherwise, the decorator works as usual. 1.27, together with `step_as_not_compiled`.
+    otherwise, the decorator works as usual. Start without it and `step_as_not_compiled`: 1.27 times as long.
     """
     for function in functions:
         plain = getattr(function, "__wrapped__", None)

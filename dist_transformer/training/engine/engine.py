@@ -6,7 +6,7 @@ Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix 
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
 - timeouts do not reach its data-parallel group (`pass_timeout`);
-- on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`);
+- on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`prepare_cpu`);
 - every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
 
 State is read and set by parameter name, in fp32, by each rank for its own part (sharded_state.py): the same names and
@@ -153,7 +153,7 @@ class Engine:
         return loss_sum * ((1 if self._same_bits else self._ranks.num_ranks) / global_tokens)
 
     def backward(self, loss_sum: Tensor, global_tokens: int, is_last: bool = True) -> None:
-        """Adds the gradient of loss_sum / global_tokens (promise P4). Every rank calls it equally often.
+        """Adds the gradient of loss_sum / global_tokens. Every rank calls it equally often.
 
         `is_last`: of the step. Always true is right too, and sends gradients more often.
         """

@@ -123,7 +123,7 @@ def test_the_copy_is_allocated_once(run_dir, monkeypatch):
         places = []
         for step in (1, 2):
             one.begin(engine, state_of(step))
-            places.append({key: values.data_ptr() for key, values in one._snapshot.fragments.items()})
+            places.append({key: values.data_ptr() for key, values in one._staging.fragments.items()})
             one.finish()
         assert places[0] == places[1]
 
