@@ -224,12 +224,8 @@ def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
     kind = table_kind(file)
     if kind == "tsv":
         return tsv_reader(file, corpus.columns or ("0", "1"), drop)
-    readers: dict[str, Callable[..., Reader]] = {
-        "csv": csv_reader,
-        "jsonl": jsonl_reader,
-        "parquet": parquet_reader,
-        "arrow": arrow_reader,
-    }
+    readers: dict[str, Callable[..., Reader]]
+    readers = {"csv": csv_reader, "jsonl": jsonl_reader, "parquet": parquet_reader, "arrow": arrow_reader}
     return readers[kind](file, _column_chooser(corpus, data), drop)
 
 

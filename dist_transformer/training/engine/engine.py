@@ -30,13 +30,14 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.engine import deepspeed_patches, gradient_exchange, sharded_state
+from dist_transformer.training.engine import optimizer as optimizers
 from dist_transformer.training.engine.bit_sums import GradientSums, RestingSums, sums_by_part
 from dist_transformer.training.engine.deepspeed_config import deepspeed_config
 from dist_transformer.training.engine.fixed_point import norm_of
 from dist_transformer.training.engine.gradient_exchange import Bucket, GradientExchange, WeightGather
-from dist_transformer.training.engine.muon import matrices_of
+from dist_transformer.training.engine.muon import Rows, matrices_of
 from dist_transformer.training.engine.objective import Objective
-from dist_transformer.training.engine.optimizer import PARTS, adam, freeze, make_state, parameter_names, update_average
+from dist_transformer.training.engine.optimizer import PARTS, freeze, parameter_names
 from dist_transformer.training.engine.sharded_state import Fragment, Shard
 
 __all__ = ["PARTS", "Engine", "Fragment"]
@@ -88,9 +89,9 @@ class Engine:
         is_exchanged = training.same_bits or training.zero_stage > 0 or ranks.num_ranks > 1
         is_ours = is_exchanged and sends_during_backward(training)
         cut = partial(gradient_exchange.in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
-        matrices = matrices_of(module.model) if optimizer.matrices == "muon" else {}
+        matrices: Rows = matrices_of(module.model) if {"adam": False, "muon": True}[optimizer.matrices] else {}
         parameters = gradient_exchange.in_order_of_backward(module.model)
-        updates = adam(optimizer, parameters, cut, not training.same_bits, matrices)
+        updates = optimizers.build_optimizer(optimizer, parameters, cut, not training.same_bits, matrices)
         deepspeed_patches.step_as_not_compiled(updates)
         with deepspeed_patches.not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
@@ -103,7 +104,7 @@ class Engine:
             module.compile_layers()
         for piece in self._pieces() if exact else []:
             piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
-        make_state(self._adam(), self._masters(), self._ema_decay is not None)
+        optimizers.make_state(self._optimizer(), self._masters(), self._ema_decay is not None)
         self._exchange: GradientExchange | None = None
         self._gather: WeightGather | None = None
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
@@ -211,7 +212,7 @@ class Engine:
             return False
         self._updates += 1
         if self._ema_decay is not None:
-            update_average(self._adam(), self._masters(), self._ema_decay, self._updates)
+            optimizers.update_average(self._optimizer(), self._masters(), self._ema_decay, self._updates)
         return True
 
     def _weights_arrived(self, number: int) -> None:
@@ -260,7 +261,7 @@ class Engine:
 
         Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
         """
-        return sharded_state.fragments(self._pieces(), self._adam(), self._ranks.rank, self._ranks.num_ranks)
+        return sharded_state.fragments(self._pieces(), self._optimizer(), self._ranks.rank, self._ranks.num_ranks)
 
     def bit_sums(self) -> dict[str, int]:
         """Returns the sums of the complete state's bits by part; none with frozen weights, which a load may round."""
@@ -302,7 +303,7 @@ class Engine:
             step: number of updates so far.
         """
         self.wait_for_weights()
-        optimizer = self._adam()
+        optimizer = self._optimizer()
         for piece in self._pieces():
             parts = piece.parts(optimizer)
             for part, values in parts.items():  # the weight comes first
@@ -327,7 +328,7 @@ class Engine:
         It empties the tensors, as stage 3 keeps references to the whole engine in globals of DeepSpeed.
         """
         self.wait_for_weights()
-        state = [tensor for held in self._adam().state.values() for tensor in held.values()]
+        state = [tensor for held in self._optimizer().state.values() for tensor in held.values()]
         parameters = list(self._parameters.values())
         shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
         held = [*self._masters(), *state, *parameters, *shards]
@@ -352,7 +353,7 @@ class Engine:
         return [*self._masters(), *self._moments()]
 
     def _moments(self) -> list[Tensor]:
-        states = self._adam().state.values()
+        states = self._optimizer().state.values()
         return [values for state in states for part, values in state.items() if part in PARTS]
 
     def _flat_weights(self) -> list[Tensor]:
@@ -364,6 +365,6 @@ class Engine:
     def _pieces(self) -> list[Shard]:
         return sharded_state.pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
 
-    def _adam(self) -> Any:
+    def _optimizer(self) -> Any:
         optimizer = self._engine.optimizer  # of DeepSpeed, perhaps around ours
         return getattr(optimizer, "optimizer", optimizer)

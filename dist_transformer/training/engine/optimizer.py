@@ -41,10 +41,10 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError(all_frozen(patterns, list(parameter_names(module)))).agreed()
 
 
-def adam(
+def build_optimizer(
     settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut, fused: bool, matrices: Rows
 ) -> torch.optim.AdamW:
-    """Builds torch's Adam, since DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
+    """Builds AdamW, with Muon for `matrices`; torch's, since DeepSpeed's own are compiled at start. Vectors do not decay.
 
     Args:
         parameters: those to train, in order.
@@ -56,15 +56,15 @@ def adam(
     """
     rates = {p: 0.0 if p.dim() <= 1 else settings.weight_decay for p in parameters}
     place = {parameter: number for number, parameter in enumerate(parameters)}
-    kind_of = {p: (rates[p], p.dtype, p in matrices) for p in parameters}
-    alike = [[p for p in parameters if kind_of[p] == kind] for kind in dict.fromkeys(kind_of.values())]
+    traits = {p: (rates[p], p.dtype, p in matrices) for p in parameters}
+    alike = [[p for p in parameters if traits[p] == each] for each in dict.fromkeys(traits.values())]
     groups = sorted((group for some in alike for group in cut(some)), key=lambda group: place[group[-1]])
-    held: list[dict[str, Any]] = [{"params": group, "weight_decay": rates[group[0]]} for group in groups]
-    for group, given in zip(groups, held, strict=True):
+    groups_of_state: list[dict[str, Any]] = [{"params": group, "weight_decay": rates[group[0]]} for group in groups]
+    for group, given in zip(groups, groups_of_state, strict=True):
         if group[0] in matrices:
             given["rows"] = [matrices[p] for p in group]
-    kind, betas = AdamWithMuon if matrices else torch.optim.AdamW, (settings.beta1, settings.beta2)
-    return kind(held, lr=0.0, betas=betas, eps=settings.epsilon, fused=fused)
+    optimizer_class, betas = AdamWithMuon if matrices else torch.optim.AdamW, (settings.beta1, settings.beta2)
+    return optimizer_class(groups_of_state, lr=0.0, betas=betas, eps=settings.epsilon, fused=fused)
 
 
 def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with_average: bool) -> None:

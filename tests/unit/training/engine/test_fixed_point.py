@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dist_transformer.config.schema import OptimizerConfig
 from dist_transformer.training.engine.fixed_point import CPU_CHUNK, GRADIENT_UNIT, norm_of, sum_with, sums_of_squares
-from dist_transformer.training.engine.optimizer import adam
+from dist_transformer.training.engine.optimizer import build_optimizer
 
 SIZE = CPU_CHUNK + 7
 
@@ -70,7 +70,7 @@ def test_a_norm_has_the_same_bits_in_every_cut_and_is_that_of_the_elements(lanes
 def _updated(weights: Tensor, gradients: Tensor, size: int, fused: bool) -> Tensor:
     """The weights after three updates of parts of so many elements."""
     parts = [torch.nn.Parameter(part.clone()) for part in weights.split(size)]
-    optimizer = adam(OptimizerConfig(), parts, lambda alike: [alike], fused, {})
+    optimizer = build_optimizer(OptimizerConfig(), parts, lambda alike: [alike], fused, {})
     optimizer.param_groups[0]["lr"] = 0.01
     for number in range(3):
         for part, gradient in zip(parts, gradients[number].split(size), strict=True):

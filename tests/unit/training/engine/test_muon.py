@@ -135,3 +135,8 @@ def test_it_is_refused_where_it_is_not_itself(settings):
     given = {"optimizer": SETTINGS, "training": TrainingConfig(**settings), "model": ModelConfig()}
     key = next(key for key in ("offload", "same_bits", "zero_stage") if key in settings)
     assert [problem for problem in cross_problems(given) if f"muon cannot be used with training.{key}" in problem]
+
+
+def test_an_optimizer_that_the_engine_does_not_know_is_an_error_and_not_adam(make_engine):
+    with pytest.raises(KeyError, match="another"):
+        make_engine(SETTINGS.model_copy(update={"matrices": "another"}))
