@@ -17,7 +17,7 @@ from dist_transformer.config.data_checks import (
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
 from dist_transformer.config.parameter_names import check_patterns
-from dist_transformer.config.schema import ValidationConfig
+from dist_transformer.config.schema import ENDLESS, ValidationConfig
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """Names of the other entries of run.root, beside the run folders."""
@@ -125,7 +125,7 @@ def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[st
         yield f"schedule.name: {schedule.name} needs optimizer.learning_rate (only inverse_sqrt has the paper's)"
     if training.max_steps is not None and schedule.warmup_steps > training.max_steps:
         yield f"schedule.warmup_steps: {schedule.warmup_steps} is above training.max_steps {training.max_steps}"
-    if schedule.name in ("cosine", "linear") and training.max_steps is None:
+    if schedule.name not in ENDLESS and training.max_steps is None:
         yield (
             f"schedule.name: {schedule.name} ends at training.max_steps, which is not given; give it, also beside max_epochs "
             "(100000 to a run that a version before began without it)"

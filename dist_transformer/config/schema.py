@@ -29,6 +29,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "big": dict(d_model=1024, d_ff=4096, num_heads=16, num_encoder_layers=6, num_decoder_layers=6, dropout=0.3),
 }
 """`base` and `big` are Table 3 of the paper; `tiny` is the published small setting for Multi30k (Wu et al., 2021)."""
+ENDLESS = ("inverse_sqrt", "constant")
+"""Schedules that need no last step."""
 
 
 class ModelConfig(Section):

@@ -24,7 +24,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 def _decay(config: Config, step: int) -> float:
     """Returns the share of the peak after warm-up; 1 at its end."""
-    warmup, last = config.schedule.warmup_steps, config.training.max_steps or 0
+    warmup, last = config.schedule.warmup_steps, config.training.max_steps
     match config.schedule.name:
         case "inverse_sqrt":
             return math.sqrt(warmup / step)
@@ -36,6 +36,7 @@ def _decay(config: Config, step: int) -> float:
             return 1.0
 
 
-def _progress(step: int, warmup: int, last: int) -> float:
+def _progress(step: int, warmup: int, last: int | None) -> float:
     """Returns 0 at the end of warm-up to 1 after the last step (so that the last step still learns)."""
+    assert last is not None, "a schedule with an end is refused without training.max_steps"
     return min(1.0, (step - warmup) / (last + 1 - warmup))

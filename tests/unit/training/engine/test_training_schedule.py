@@ -1,10 +1,12 @@
 """Learning rates against the formulas they come from."""
 
 import math
+import typing
 
 import pytest
 
-from dist_transformer.config.schema import Config
+from dist_transformer.config.checks import cross_problems
+from dist_transformer.config.schema import ENDLESS, Config, ScheduleConfig
 from dist_transformer.training.engine.schedule import learning_rate
 
 DATA = {"train": {"demo": "train"}}
@@ -38,3 +40,17 @@ def test_other_schedules_follow_their_formula_and_still_learn_in_the_last_step(n
     for step in (10, 35, 109):
         assert learning_rate(made, step) == pytest.approx(share((step - 10) / 100))
     assert learning_rate(made, 109) > 0
+
+
+@pytest.mark.parametrize("name", typing.get_args(ScheduleConfig.model_fields["name"].annotation))
+def test_a_schedule_with_an_end_is_refused_without_a_last_step_and_any_other_needs_none(name):
+    length = {"max_steps": None, "max_epochs": 3}
+    made = config(optimizer={"learning_rate": 1.0}, schedule={"name": name, "warmup_steps": 10}, training=length)
+    problems = [problem for problem in cross_problems(dict(made)) if problem.startswith("schedule.name")]
+    if name in ENDLESS:
+        assert problems == []
+        assert learning_rate(made, 50_000) > 0
+    else:
+        assert len(problems) == 1
+        with pytest.raises(AssertionError):
+            learning_rate(made, 50_000)
