@@ -25,6 +25,11 @@ LONGEST_SEARCHED = 4096
 """Positions of a model that is exported for one search, where its size does not matter."""
 IMPOSSIBLE = -1e9
 """Score below which CTranslate2 marks hypotheses that it could not find."""
+SUPPORTED = {
+    *("beam_size", "length_penalty", "max_extra_tokens", "max_tokens", "max_source_tokens", "no_repeat_ngram_size"),
+    *("too_long", "n_best", "temperature", "top_k", "top_p", "seed"),  # the last four are of `sampling` alone
+}
+"""Settings that have their effect with CTranslate2 too. A draw of `sampling` would depend on the sentences beside it."""
 
 
 class CTranslate2Searcher:
@@ -41,10 +46,11 @@ class CTranslate2Searcher:
             UserError: the package ctranslate2 is missing, or does not support `config` or this model.
             CheckpointError: the folder is incomplete.
         """
-        if config.sampling:
-            raise UserError(
-                "--sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
-            )
+        for name, field in type(config).model_fields.items():
+            if name not in SUPPORTED and getattr(config, name) != field.default:
+                raise UserError(
+                    f"--{name.replace('_', '-')}: not with CTranslate2; take the engine torch, or leave it out"
+                )
         self.config = config
         if ctranslate2_export.is_exported(folder):
             self._load(folder, device)

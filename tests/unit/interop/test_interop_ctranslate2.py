@@ -280,6 +280,12 @@ def test_what_ctranslate2_cannot_do_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"--sampling: .* take the engine torch"):
         searchers(loaded, tmp_path / "ours", sampling=True)
 
+    class WithAnother(DecodingConfig):
+        min_tokens: int = 0
+
+    with pytest.raises(UserError, match=r"--min-tokens: .* take the engine torch"):
+        CTranslate2Searcher(tmp_path / "ours", special_of(loaded), WithAnother(min_tokens=3), CPU)
+
 
 def test_the_package_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded = make_model_folder(tmp_path / "ours")
