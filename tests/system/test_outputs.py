@@ -92,7 +92,8 @@ def runs(train_small, command: Command) -> Path:
 
 def test_every_path_that_a_verb_takes_is_known_to_be_read_or_to_be_written_with_care():
     given = {*paths_of(Commands())}
-    assert given == {*READ.replace("\n", " ").strip().split(", ")} | {*WRITTEN} | WRITTEN_INTO
+    known = {*READ.replace("\n", " ").strip().split(", ")} | {*WRITTEN} | WRITTEN_INTO
+    assert given == known, "say in READ, WRITTEN or WRITTEN_INTO what the verb does with each path"
 
 
 @pytest.mark.parametrize("arguments", WRITTEN.values(), ids=[*WRITTEN])

@@ -133,6 +133,9 @@ def test_each_library_is_imported_by_its_adapter_only():
 
 def test_folders_and_files_can_be_read_in_one_sitting():
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in PATHS.items()}
-    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+    found = {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+    assert found == {}, f"expected at most {LONGEST_FILE} lines a file, found {found}: does one hold two ideas?"
     folders = {path.parent for path in PATHS.values()} - {PACKAGE}
-    assert {each.name for each in folders if not 3 <= len(list(each.glob("*.py"))) <= MOST_FILES} == set()
+    numbers = {each.name: len(list(each.glob("*.py"))) for each in folders}
+    found = {name: number for name, number in numbers.items() if not 3 <= number <= MOST_FILES}
+    assert found == {}, f"expected 3 to {MOST_FILES} files a folder, found {found}: does one belong elsewhere?"
