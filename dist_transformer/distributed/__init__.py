@@ -1,2 +1,1 @@
-"""Ranks: the group, work of rank 0 for all, work in rounds. The only folder that calls torch.distributed,
-apart from DeepSpeed's adapter."""
+"""Ranks: the group, work of rank 0 for all, work in rounds. Only it and DeepSpeed's adapter call torch.distributed."""

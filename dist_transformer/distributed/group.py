@@ -1,5 +1,4 @@
-"""Ranks: join the group, sum small tensors over it, leave it. The only file that calls torch.distributed, apart from
-DeepSpeed's adapter.
+"""Ranks: join the group, sum small tensors over it, leave it. Only it and DeepSpeed's adapter call torch.distributed.
 
 There are two groups. DeepSpeed's moves gradients and parameters (NCCL on GPUs, gloo on CPUs); the control group, always
 gloo and on the CPU, moves a few integers a step, so that the ranks never wait for the GPU to agree on something.

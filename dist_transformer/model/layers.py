@@ -59,11 +59,9 @@ class AddAndNorm(nn.Module):
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """Returns the norm of `config.norm_type`; RMSNorm (Zhang and Sennrich, 2019) subtracts no mean and has no bias."""
-    match config.norm_type:
-        case "layer":
-            return nn.LayerNorm(config.d_model, eps=RMS_EPSILON if config.positions == "marian" else 1e-5)
-        case "rms":
-            return nn.RMSNorm(config.d_model, eps=RMS_EPSILON)
+    epsilon = RMS_EPSILON if config.norm_type == "rms" or config.positions == "marian" else 1e-5
+    norms: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+    return norms[config.norm_type](config.d_model, eps=epsilon)
 
 
 @dataclass(frozen=True)

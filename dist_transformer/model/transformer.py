@@ -321,11 +321,9 @@ class Transformer(nn.Module):
 
 
 def _positions(config: ModelConfig) -> SinusoidalPositions | LearnedPositions | NoPositions:
-    match config.positions:
-        case "rotary":
-            return NoPositions()
-        case "learned":
-            assert config.max_positions is not None
-            return LearnedPositions(config.max_positions, config.d_model)
-        case "sinusoidal" | "marian":
-            return SinusoidalPositions(config.d_model, are_marians=config.positions == "marian")
+    if config.positions == "rotary":
+        return NoPositions()
+    if config.positions == "learned":
+        assert config.max_positions is not None
+        return LearnedPositions(config.max_positions, config.d_model)
+    return SinusoidalPositions(config.d_model, are_marians={"sinusoidal": False, "marian": True}[config.positions])

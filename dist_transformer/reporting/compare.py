@@ -25,7 +25,6 @@ from dist_transformer.reporting.html import render
 from dist_transformer.reporting.page import charts
 from dist_transformer.reporting.run_history import PLACES, PreparedCorpus, Record, RunStory, settings_that_differ
 from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
-from dist_transformer.reporting.scores import EVALUATED
 from dist_transformer.run.evaluations import search_of
 from dist_transformer.run.goodput import goodput_text
 
@@ -155,7 +154,7 @@ def _scored(name: str, texts: list[str], best: int | None, why: Sequence[str]) -
 def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
     """Yields the results of `evaluate`, with their conditions in the row's name or, if these differ, beside each."""
     for name in dict.fromkeys(name for _, story in stories for name in story.evaluations):
-        for key in EVALUATED:
+        for key in metrics.TRANSLATION_MEASURES:
             scores = [story.evaluations.get(name, {}) for _, story in stories]
             known = [each for each in scores if key in each]
             if not known:

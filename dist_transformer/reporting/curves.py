@@ -37,8 +37,7 @@ class Curve:
         return Curve(self.steps[is_finite], self.values[is_finite]) if is_finite.any() else None
 
     def best(self, measure: str, after_step: int = -1) -> tuple[int, float] | None:
-        """Step and value of the first best finite point of a validation measure: loss, newstest2013/bleu; None also if it
-        is none of this version's."""
+        """Step and value of the first best finite point of a validation measure: loss, newstest2013/bleu. None: unknown."""
         later = self.steps > after_step
         finite = Curve(self.steps[later], self.values[later]).finite()
         if finite is None or corpus_and_measure(measure)[1] not in MEASURES:

@@ -5,12 +5,13 @@ It loads nothing, needs no script, and is made for phones, print and dark mode.
 
 from collections.abc import Sequence
 
+from dist_transformer.config.metrics import TRANSLATION_MEASURES
 from dist_transformer.reporting.charts import Marks, Panel, marks_of, panels_of
 from dist_transformer.reporting.figures import panel_svg
 from dist_transformer.reporting.html import render
 from dist_transformer.reporting.run_history import CHECKPOINT_MEASURES, RunStory, settings_that_differ
 from dist_transformer.reporting.samples import OPEN_SENTENCES, drawn_sentences, fixed_sentences
-from dist_transformer.reporting.scores import EVALUATED, signatures, validations
+from dist_transformer.reporting.scores import signatures, validations
 from dist_transformer.run.goodput import rows_of
 
 
@@ -22,7 +23,7 @@ def run_page(story: RunStory) -> str:
         title=story.name,
         story=story,
         languages=story.languages,
-        EVALUATED=EVALUATED,
+        EVALUATED=TRANSLATION_MEASURES,
         validations=validations(story),
         signatures=signatures(story),
         charts=charts(panels_of(story), marks),

@@ -9,9 +9,6 @@ from dist_transformer.reporting.formatting import measure_name, measure_text, nu
 from dist_transformer.reporting.run_history import RunStory
 from dist_transformer.run.evaluations import search_text
 
-EVALUATED = TRANSLATION_MEASURES
-"""Measures of `evaluate` that are shown."""
-
 
 @dataclass(frozen=True)
 class Validations:
@@ -33,8 +30,7 @@ def validations(story: RunStory) -> list[Validations]:
 def _prefixes(story: RunStory) -> list[str]:
     """The prefixes of the measures: "" for data.validation, "newstest2013/" for a further one."""
     names = story.curves.names("validation")
-    known = [name for name in names if name.endswith(tuple(MEASURES))]
-    return [*dict.fromkeys(name.rpartition("/")[0] + "/" * ("/" in name) for name in known)]
+    return [*dict.fromkeys(name[: name.rfind("/") + 1] for name in names if name.endswith(tuple(MEASURES)))]
 
 
 def _of_corpus(story: RunStory, prefix: str) -> Validations:
