@@ -195,6 +195,7 @@ def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
             result["moved_by_infinity"] = _inject(engine, ranks, micro_batches)
             state, scaler = _whole_state(engine, ranks), engine.scaler_state()
     result["not_tiled"] = _not_tiled(engine, ranks)
+    _copy_as_a_save_does(engine)
     if ranks.num_ranks == 2:
         engine.load(lambda part, name, start, stop: state[f"{part}/{name}"][start:stop], SKIPPED_AFTER)
         engine.set_scaler_state(scaler)
@@ -267,6 +268,15 @@ def _inject(engine: Any, ranks: Any, micro_batches: list[Any]) -> list[str]:
     moved = [f"rank {ranks.rank} updated"] if engine.step(LEARNING_RATE) else []
     moved += [f.key for f in engine.fragments() if not torch.equal(f.values, before[f.key])]
     return [what for part in ranks.all_gather_object(moved) for what in part]
+
+
+def _copy_as_a_save_does(engine: Any) -> None:
+    from dist_transformer.training.checkpoint.async_writer import StagingBuffer
+    from dist_transformer.training.engine.bit_sums import bit_sum, sums_by_part
+
+    copy, fragments = StagingBuffer(), engine.fragments()
+    copy.take(fragments)
+    assert int(sums_by_part(fragments).sum()) == int(bit_sum(copy.fragments.values())), "the copy is not the state"
 
 
 def _first_moment_norm(engine: Any, ranks: Any) -> float:

@@ -4,7 +4,7 @@ The words of a tensor are added as integers, modulo 2**64: the same in any order
 single flipped bit. Several flips are missed only if their changes cancel exactly.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -30,13 +30,13 @@ def _bit_sum(tensor: Tensor) -> Tensor:
     return torch.stack([part.sum(dtype=torch.int64) for part in torch.split(words.flatten(), ADDED_AT_ONCE)]).sum()
 
 
-def sums_by_part(fragments: Iterable[Fragment]) -> Tensor:
+def sums_by_part(fragments: Sequence[Fragment]) -> Tensor:
     """Returns the sums of weights, moments and average, (len(PARTS),) on the CPU; over all ranks they do not depend on
-    the number of ranks or the ZeRO stage."""
-    held: dict[str, list[Tensor]] = {part: [] for part in PARTS}
-    for fragment in fragments:
-        held[fragment.part].append(fragment.values)
-    return torch.stack([bit_sum(tensors).cpu() for tensors in held.values()])
+    the number of ranks or the ZeRO stage. With `offload` and `freeze` weights may be on two devices."""
+    sums = torch.zeros(len(PARTS), dtype=torch.int64)
+    for at in {(each.part, each.values.device) for each in fragments}:
+        sums[PARTS.index(at[0])] += bit_sum(f.values for f in fragments if (f.part, f.values.device) == at).cpu()
+    return sums
 
 
 class RestingSums:

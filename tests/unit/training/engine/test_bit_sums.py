@@ -36,6 +36,21 @@ def test_the_sum_is_the_same_however_tensors_are_cut_and_added(monkeypatch):
     assert dict(zip(PARTS, sums_by_part(cut).tolist(), strict=True))["exp_avg"] == whole
 
 
+def test_weights_on_two_devices_are_added_on_each_apart(monkeypatch):
+    """As with `freeze` and `offload` on a GPU, for which `meta` stands here: what is on it is added as 7."""
+
+    def of_one_device(tensors):
+        tensors = list(tensors)
+        (device,) = {tensor.device for tensor in tensors}
+        return bit_sum(tensors) if device.type == "cpu" else torch.tensor(7)
+
+    monkeypatch.setattr(bit_sums, "bit_sum", of_one_device)
+    here, there = torch.randn(5), torch.empty(3, device="meta")
+    mixed = [Fragment("weight", name, 0, values) for name, values in (("a", there), ("b", here), ("c", there))]
+    found = dict(zip(PARTS, sums_by_part(mixed).tolist(), strict=True))
+    assert found == {**dict.fromkeys(PARTS, 0), "weight": int(bit_sum([here])) + 7}
+
+
 def test_memory_that_changes_between_two_uses_is_reported_by_its_kind_once_it_was_checked():
     sums, weights, moments = RestingSums(), torch.ones(4), torch.ones(4)
     for name, tensor in (("weights 0", weights), ("weights 1", weights[:2]), ("moments", moments)):
