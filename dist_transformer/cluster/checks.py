@@ -130,22 +130,14 @@ def _rank_problems(config: Config) -> Iterator[str]:
     """Ranks that would have no lane or no GPU, and GPUs that would have no rank."""
     slurm = config.slurm
     yield from check_lanes(config.data, slurm)
-    if 0 < slurm.gpus_per_node < slurm.ranks_per_node:
-        yield (
-            f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; "
-            "each rank needs a GPU of its own"
-        )
-    if slurm.gpus_per_node > slurm.ranks_per_node:
+    if slurm.gpus_per_node not in (0, slurm.ranks_per_node):
         yield (
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; a rank uses "
             "one GPU, so give as many in slurm.ranks_per_node"
         )
     gres = slurm.sbatch.get("gres")
     if gres and not slurm.gpus_per_node:
-        yield (
-            f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 0, which is CPU training; give the number of "
-            "GPUs there too"
-        )
+        yield f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 0 (CPU training); give their number there too"
 
 
 def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:

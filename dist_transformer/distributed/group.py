@@ -272,7 +272,7 @@ def join(timeout_seconds: int) -> Ranks:
     if device.type == "cuda" and rank_of_node >= torch.cuda.device_count():
         raise UserError(
             f"rank {rank} is number {rank_of_node} on its node, which shows it {torch.cuda.device_count()} GPUs: start one "
-            "rank per GPU, each seeing all GPUs of the node (Slurm: --gpus-per-node, not --gpus-per-task)"
+            "rank per GPU, each seeing all GPUs of the node (Slurm: --gpus-per-node, not --gpus-per-task; MIG: one slice)"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -17,6 +17,7 @@ from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.schema import Config
 from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.distributed import group
+from dist_transformer.distributed.devices import has_gpus
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError, say
@@ -50,7 +51,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         UserError: on every rank; the process must then leave without touching its group.
     """
     _allow_open_files()
-    config, precision = resolve_precision(config, torch.cuda.is_available())
+    config, precision = resolve_precision(config, has_gpus())
     folder, manifest = prepare_with_progress(config, stop)
     ranks = group.join(config.training.hang_seconds)
     torch.set_num_threads(_default_threads(ranks))

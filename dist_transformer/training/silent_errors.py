@@ -188,7 +188,7 @@ def begin_checks(run: Run, engine: Engine) -> SilentErrors:
         UserError: on every rank: the machines are of different kinds, and what is to be equal on all would not be.
     """
     device, training = run.ranks.device, run.config.training
-    mine = (host_name(), _machine(device), torch.get_num_threads())
+    mine = (host_name(), machine_name(device), torch.get_num_threads())
     nodes, kinds, threads = zip(*run.ranks.all_gather_object(mine), strict=True)
     unlike = ", ".join(sorted({*kinds})) if len({*kinds}) > 1 else ""
     engine.gradient_sums.is_exact = device.type == "cpu" and not unlike and len({*threads}) == 1
@@ -232,7 +232,7 @@ def minority(
     return [number for number in range(len(values)) if rivals or number not in most]
 
 
-def _machine(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
     """Returns the kind of machine, on which the bits of a result depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

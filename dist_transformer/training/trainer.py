@@ -50,7 +50,7 @@ from dist_transformer.training.profiler import profiling
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.run_log import RunLog, newest_records, note, open_run_log
-from dist_transformer.training.silent_errors import begin_checks
+from dist_transformer.training.silent_errors import begin_checks, machine_name
 from dist_transformer.training.train_state import TrainState
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validator
@@ -245,6 +245,7 @@ def _loop(
     note(run.run_dir, ranks, "running", state.step)
     log_estimate(config, run.training, data.manifest, ranks.num_ranks)
     source = "published" if is_published else "measured"
+    log.info("device     %s", machine_name(ranks.device))
     log.info("peak       %.4g TFLOP/s a rank, %s; mfu is the share of it", peak / 1e12, source)
     log.info("start      step %d%s", state.step, f", resumed from {checkpoint.path}" if checkpoint else "")
     _take_memory(run, engine, writer, validator)

@@ -85,7 +85,7 @@ def test_gpus_of_different_kinds_which_draw_other_masks_are_not_audited(monkeypa
         training=SimpleNamespace(audit_share=0.1, zero_stage=1), model=config, run=SimpleNamespace(seed=7)
     )
     engine = SimpleNamespace(gradient_sums=SimpleNamespace(is_exact=True))
-    monkeypatch.setattr(silent_errors, "_machine", lambda _: "H100")
+    monkeypatch.setattr(silent_errors, "machine_name", lambda _: "H100")
     with pytest.raises(UserError, match=r"audit_share.*A100, H100") if is_refused else nullcontext():
         begin_checks(SimpleNamespace(ranks=ranks, config=config, run_dir=None), engine)
     assert not engine.gradient_sums.is_exact
