@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.planning.memory import USABLE_SHARE
 
 CPU_SHARE = 0.8
@@ -67,9 +67,8 @@ def _left_to_all() -> list[Allowance]:
 
 def _left_to_process() -> list[Allowance]:
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY:
-        return []
-    return [Allowance(max(0, most - psutil.Process().memory_info().vms), "ulimit -v")]
+    left = max(0, most - psutil.Process().memory_info().vms)
+    return [] if most == resource.RLIM_INFINITY else [Allowance(left, "ulimit -v")]
 
 
 def cgroup_allowances(cgroups: Path, membership: str) -> list[Allowance]:
@@ -128,20 +127,20 @@ def give_back(device: torch.device) -> None:
 
 @contextmanager
 def explaining_out_of_memory(doing: str, device: torch.device, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Converts an out-of-memory error in the block to one of `kind` with the requested amount and advice."""
+    """Converts an out-of-memory error in the block to one of `kind` with the requested amount and advice; to a MachineError,
+    for which `is_out_of_memory` is not true, where other processes hold much of the GPU."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise kind(f"out of memory in {doing}: {_wanted(error)}{_in_use(device)}. {_ADVICE}") from error
+        raise kind(f"out of memory in {doing}: {_wanted(error)}{_in_use(device, doing)}. {_ADVICE}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error of any library; torch has a class of its own only for its GPU allocator's."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-    )
+    """True for an out-of-memory error of any library, or of another rank."""
+    has_text = isinstance(error, RuntimeError | MachineError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    return has_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def as_text(count: float) -> str:
@@ -154,13 +153,17 @@ def _wanted(error: BaseException) -> str:
     return f"{as_text(float(found[1]) * _UNITS[found[2]])} more were asked for; " if found else ""
 
 
-def _in_use(device: torch.device) -> str:
+def _in_use(device: torch.device, doing: str) -> str:
     if device.type == "cuda":
         in_use = f"{as_text(torch.cuda.memory_allocated(device))} are in use by this rank"
         try:
             free, total = torch.cuda.mem_get_info(device)
         except RuntimeError as error:  # the query itself may need memory
             return f"{in_use}; how much is free, the GPU does not say: {str(error).splitlines()[0]}"
+        others = total - free - torch.cuda.memory_reserved(device)
+        if others > 0.1 * total + 1e9:  # more than CUDA and NCCL take for this process
+            held = f"other processes hold {as_text(others)} of the GPU's {as_text(total)} (nvidia-smi)"
+            raise MachineError(f"no memory left in {doing}: {in_use}, {held}: end them, or start on another GPU")
         return f"{in_use}, {as_text(free)} of the GPU's {as_text(total)} are free"
     least = min([*_left_to_all(), *_left_to_process()], key=lambda left: left.bytes)
     used = int(psutil.Process().memory_info().rss)

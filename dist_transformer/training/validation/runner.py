@@ -14,20 +14,16 @@ from dist_transformer.config.metrics import MEASURES, TRANSLATION_MEASURES
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.window_request import PURPOSE_SAMPLES, random_generator
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
+from dist_transformer.distributed.rounds import WantsStop, WorkFailed, failures_named, in_rounds
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import inputs_of
-from dist_transformer.training.memory import explaining_out_of_memory
+from dist_transformer.training.memory import explaining_out_of_memory, is_out_of_memory
 from dist_transformer.training.run import Run
 
 log = logging.getLogger(__name__)
 
 SAMPLES = 6
 """Sample translations kept at each validation: half of them of the same sentences, half drawn anew."""
-LESS_MEMORY = (
-    "Where memory was short, lower data.max_tokens, decoding.max_tokens or validation.beam_size, or set "
-    "validation.translate=false"
-)
 
 
 @dataclass(frozen=True)
@@ -139,6 +135,12 @@ class Validator:
             }
             for line in [*fixed, *drawn]
         ]
+
+
+def advice_on(failure: WorkFailed) -> str:
+    """Returns what makes a validation smaller if a rank was out of memory, to be appended to a message; else ""."""
+    ways = "lower data.max_tokens, decoding.max_tokens or validation.beam_size, or set validation.translate=false"
+    return f". Where memory was short, {ways}" if is_out_of_memory(failure) else ""
 
 
 def measure_tokens(

@@ -12,7 +12,7 @@ from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import RunLog
 from dist_transformer.training.validation.early_stopping import EarlyStopping
-from dist_transformer.training.validation.runner import LESS_MEMORY, Validated, Validator
+from dist_transformer.training.validation.runner import Validated, Validator, advice_on
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ValidationSchedule:
             try:
                 found = self._validator.validate(step, progress)
             except WorkFailed as failure:
-                self._failed(step, str(failure))
+                self._failed(step, f"{failure}{advice_on(failure)}")
             else:
                 self._record(step, found)
             finally:
@@ -117,7 +117,6 @@ class ValidationSchedule:
     def _failed(self, step: int, reason: str) -> None:
         self._recorded_step = step  # it would fail again
         give_back(self._ranks.device)
-        advice = f". {LESS_MEMORY}" if "memory" in reason else ""
-        log.error("validation of step %d failed, and training continues without it: %s%s", step, reason, advice)
+        log.error("validation of step %d failed, and training continues without it: %s", step, reason)
         if self._run_log:
             self._run_log.validation_failed(step, reason)

@@ -26,12 +26,12 @@ from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
 from dist_transformer.training.run import Run
 from dist_transformer.training.validation.runner import (
-    LESS_MEMORY,
     Progress,
     Translate,
     Translated,
     ValidationSet,
     Validator,
+    advice_on,
 )
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ def dry_run_of_validation(run: Run, validator: Validator) -> None:
     """Measures each corpus's largest micro-batches, and translates its longest lines (collective); records nothing.
 
     Raises:
-        UserError: a rank is out of memory; raised on every rank. In ZeRO 3, whose measuring consists of collectives, on
-            that rank alone.
+        UserError: a rank is out of memory; raised on every rank, as WorkFailed is for any other failure. In ZeRO 3, whose
+            measuring consists of collectives, on that rank alone.
     """
     tokenizer, search = load_tokenizer(run.data.folder, run.manifest.tokenizer), _search(run.config)
     doing, started, device = "the dry run of the largest batches of a validation", time.monotonic(), run.ranks.device
@@ -79,9 +79,10 @@ def dry_run_of_validation(run: Run, validator: Validator) -> None:
     except Stopped:
         return  # raised again at the first batch
     except WorkFailed as failure:
-        raise UserError(f"{doing} failed: {failure}. {LESS_MEMORY}").agreed() from failure
-    seconds = time.monotonic() - started
-    log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(device)), seconds)
+        if not (advice := advice_on(failure)):
+            raise
+        raise UserError(f"{doing} failed: {failure}{advice}").agreed() from failure
+    log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(device)), time.monotonic() - started)
     give_back(device)
 
 

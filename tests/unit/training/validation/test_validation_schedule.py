@@ -2,10 +2,15 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from dist_transformer.config.schema import ValidationConfig
+from dist_transformer.config.schema import Config, ValidationConfig
+from dist_transformer.distributed.rounds import WorkFailed
+from dist_transformer.errors import UserError
+from dist_transformer.training.validation import translation
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validated
 from dist_transformer.training.validation.schedule import ValidationSchedule
@@ -44,3 +49,30 @@ def test_the_best_begins_anew_where_a_start_cuts_words_otherwise_than_the_one_be
         schedule.validate(step, lambda: None)
     state = schedule.state(40)["early_stopping"]
     assert (state["best_step"], state["num_since"]) == ((30, 1) if begins_anew else (10, 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("out of memory in the loss of a validation: 1.0 GB more were asked for", UserError),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB", UserError),
+        ("AcceleratorError: CUDA error: an illegal memory access was encountered", WorkFailed),
+        ("no memory left in the loss of a validation: other processes hold 30.0 GB", WorkFailed),
+    ],
+)
+def test_a_dry_run_takes_only_a_lack_of_memory_for_a_mistake_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[UserError]
+) -> None:
+    monkeypatch.setattr(translation, "load_tokenizer", Mock())
+    device = torch.device("cpu")
+    run: Any = SimpleNamespace(
+        config=Config(data={"train": {"demo": "train"}}), ranks=SimpleNamespace(device=device), doing=Mock(),
+        data=SimpleNamespace(folder=None), manifest=SimpleNamespace(tokenizer=None),
+    )  # fmt: skip
+    validator: Any = SimpleNamespace(sets=[], dry_run=Mock(side_effect=WorkFailed(f"rank 1: {said}").agreed()))
+    with pytest.raises(UserError, match=said) as raised:
+        translation.dry_run_of_validation(run, validator)
+    assert raised.type is kind
+    assert raised.value.exit_code == (2 if kind is UserError else 1)
+    assert raised.value.is_agreed
+    assert ("lower data.max_tokens, decoding.max_tokens" in str(raised.value)) is (kind is UserError)
