@@ -9,7 +9,9 @@ import psutil
 import pytest
 import torch
 
-from dist_transformer.errors import UserError
+from dist_transformer.cli.end import run_as_command
+from dist_transformer.distributed.rounds import WorkFailed
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.training import memory
 from dist_transformer.training.memory import (
     RESERVED_ADDRESS_BYTES,
@@ -159,6 +161,24 @@ def test_a_gpu_that_answers_nothing_any_more_hides_no_advice(monkeypatch):
         raise BESIDE_TORCHS_ALLOCATOR[0]
 
 
+@pytest.mark.parametrize(("others", "kind"), [(30e9, MachineError), (5e9, UserError)])
+def test_a_gpu_that_other_processes_fill_is_a_fault_of_the_machine_and_no_reason_for_advice(monkeypatch, others, kind):
+    """Less than a tenth may be CUDA's and NCCL's own for this process."""
+    total, of_torch, free = 80e9, 20e9, 1e9
+    used = {"memory_allocated": of_torch, "memory_reserved": total - others - free}
+    for name, count in used.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, count=count: count)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    with pytest.raises(UserError) as raised, explaining_out_of_memory("the dry run", torch.device("cuda", 0)):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has")
+    message = str(raised.value)
+    assert raised.type is kind
+    assert "in the dry run: " in message
+    assert ("other processes hold 30.0 GB of the GPU's 80.0 GB (nvidia-smi)" in message) is (kind is MachineError)
+    assert ("data.max_tokens" in message) is (kind is UserError)
+    assert is_out_of_memory(WorkFailed(message)) is (kind is UserError)
+
+
 def test_other_errors_pass_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert not is_out_of_memory(error)
@@ -178,6 +198,20 @@ def test_what_torch_really_raises_for_too_large_a_tensor_is_known():
             torch.empty(2**40)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, most)
+
+
+def test_a_command_that_is_out_of_memory_ends_with_a_message_and_any_other_fault_with_its_traceback(
+    monkeypatch, capsys
+):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        run_as_command(lambda: torch.empty(2**47))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "out of memory (" in said
+    assert "decoding.max_tokens (translate --max-tokens) or the beam" in said
+    with pytest.raises(RuntimeError, match="must match"):
+        run_as_command(lambda: torch.ones(2) + torch.ones(3))
 
 
 def test_the_least_of_several_limits_counts(ranks):
