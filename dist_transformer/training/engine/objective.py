@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +40,15 @@ class Objective(nn.Module):
         self._autocast = False
 
     def compile_layers(self) -> None:
-        """Compiles the layers with torch's compiler.
-
-        Raises:
-            UserError: it would find no compiler for what it generates, nor would Triton on GPUs.
-        """
+        """Compiles the layers with torch's compiler. UserError: it, or Triton on GPUs, lacks a C++ compiler or Python.h."""
         names = [os.environ.get("CXX", "g++"), "clang++", "c++"]
-        if not any(map(shutil.which, names)):
+        header = f"{sysconfig.get_path('include', 'posix_prefix')}/Python.h"
+        lacking = "" if os.path.exists(header) else f"{header} is missing"
+        lacking = lacking if any(map(shutil.which, names)) else f"none of {', '.join(names)} is in PATH"
+        if lacking:
             raise UserError(
-                f"training.compile_layers: true needs a C++ compiler on {platform.node()}, but none of {', '.join(names)} is "
-                "in PATH: install one (Debian: apt install g++), load its module in slurm.setup, or set it to false"
+                f"training.compile_layers: true needs a C++ compiler and Python's headers on {platform.node()}, but {lacking}: "
+                "install them (Debian: apt install g++ python3-dev), load a module in slurm.setup, or set it to false"
             )
         self.model.compile_layers()
 

@@ -3,7 +3,10 @@
 The compiler's own kernels are tried in tests/system/test_passes.py; here its graphs run without them, which is quicker.
 """
 
+import sys
+import sysconfig
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ import torch
 from test_joined_batches import VOCABULARY, Batch, batches_of, end_to_end
 
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Shapes, Transformer
+from dist_transformer.training.engine.objective import Objective
 
 SHAPES = [(3, 5, 7), (4, 2, 8), (5, 17, 30), (8, 8, 8), (16, 3, 3), (7, 40, 41), (2, 16, 16), (9, 33, 2), (30, 24, 8)]
 
@@ -76,3 +81,16 @@ def test_joined_batches_are_compiled_once_for_all_shapes(models: tuple[Transform
         assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-4
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[0], "a shape was compiled anew"
+
+
+def test_python_without_its_headers_is_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # a compiler is there
+    monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
+    sizes: dict[str, Any] = dict(d_model=16, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+    objective = Objective(Transformer(ModelConfig(**sizes), VOCABULARY, VOCABULARY, 0), 0.1, "fp32")
+    with pytest.raises(UserError, match=rf"training\.compile_layers: .*{tmp_path}/Python\.h is missing: .*python3-dev"):
+        objective.compile_layers()
+    (tmp_path / "Python.h").touch()
+    objective.compile_layers()
