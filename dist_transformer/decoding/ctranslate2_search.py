@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -83,13 +82,16 @@ class CTranslate2Searcher:
         # Threads besides CTranslate2's own. With as many helpers as processors, OpenMP counts too many threads
         # and lets them sleep between operations: single sentences then took five to ten times as long on two processors.
         helpers = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
-        place: dict[str, Any] = {"device": device.type, "intra_threads": helpers}
-        if device.type == "cuda":
-            place["device_index"] = device.index or 0
+        package = ctranslate2_export.import_ctranslate2()
+        is_on_gpu = device.type == "cuda" and torch.version.hip is None and package.get_cuda_device_count() > 0
+        place = {"device": "cuda", "device_index": device.index or 0} if is_on_gpu else {"device": "cpu"}
         try:
-            self._translator = ctranslate2_export.import_ctranslate2().Translator(str(folder), **place)
+            self._translator = package.Translator(str(folder), intra_threads=helpers, **place)
+            if is_on_gpu:  # loads CUDA's libraries, which may be of another version than torch's
+                self._translator.translate_batch([self._source_tokens[-1:]], beam_size=1, max_decoding_length=1)
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{folder}: CTranslate2 cannot load it ({error}). Export the model again.") from error
+            ways = "Take --engine torch, or the CPU: CUDA_VISIBLE_DEVICES=" if is_on_gpu else "Export the model again"
+            raise CheckpointError(f"{folder}: CTranslate2 cannot load it or compute ({error}). {ways}") from error
 
     def _translate(self, batch: Sequence[SearchInput], longest: int) -> list[list[Hypothesis]]:
         """At least beam_size translations of each sentence; `longest` counts the end."""

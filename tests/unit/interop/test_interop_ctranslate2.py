@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
+from unittest.mock import Mock
 
 import ctranslate2
 import pytest
@@ -22,6 +23,7 @@ from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.scoring import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.interop import ctranslate2_export
 from dist_transformer.interop.ctranslate2_export import QUANTIZATIONS, export_ctranslate2, is_exported
 from dist_transformer.interop.marian import import_marian
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder, save_model_folder
@@ -292,6 +294,49 @@ def test_the_package_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(UserError, match=r"needs the package ctranslate2.* pip install 'dist-transformer\[export\]'"):
         export_ctranslate2(loaded, tmp_path / "theirs")
+
+
+class OnGpu:
+    """CTranslate2 on a machine with so many GPUs for it, whose translators compute on CPUs after all, or fail."""
+
+    specs = ctranslate2.specs
+
+    def __init__(self, num_gpus: int, failure: str = "") -> None:
+        self.devices: list[str] = []
+        self._failure, self.get_cuda_device_count = failure, lambda: num_gpus
+
+    def Translator(self, folder: str, *, device: str, device_index: int = 0, **given: Any) -> Any:
+        self.devices.append(device)
+        if self._failure:
+            return Mock(translate_batch=Mock(side_effect=RuntimeError(self._failure)))
+        return ctranslate2.Translator(folder, **given)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "hip", "device"),
+    [(1, None, "cuda"), (0, None, "cpu"), (1, "7.1", "cpu")],
+    ids=["one", "none", "AMD's"],
+)
+def test_ctranslate2_takes_a_gpu_only_where_it_has_one_and_is_built_for_it(
+    copying: tuple[LoadedModel, Path], monkeypatch: pytest.MonkeyPatch, num_gpus: int, hip: str | None, device: str
+):
+    loaded, folder = copying
+    package = OnGpu(num_gpus)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctranslate2_export, "import_ctranslate2", lambda: package)
+    found = CTranslate2Searcher(folder, special_of(loaded), DecodingConfig(), torch.device("cuda", 0))
+    assert package.devices == [device]
+    assert found.search(inputs(words(2, 5)))
+
+
+def test_a_gpu_that_ctranslate2_cannot_compute_on_ends_as_a_message_before_anything_is_translated(
+    copying: tuple[LoadedModel, Path], monkeypatch: pytest.MonkeyPatch
+):
+    loaded, folder = copying
+    package = OnGpu(1, "Library libcublas.so.12 is not found or cannot be loaded")
+    monkeypatch.setattr(ctranslate2_export, "import_ctranslate2", lambda: package)
+    with pytest.raises(CheckpointError, match=r"\(Library libcublas\.so\.12 .*CUDA_VISIBLE_DEVICES="):
+        CTranslate2Searcher(folder, special_of(loaded), DecodingConfig(), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("processors", "threads", "expected"), [(1, 1, 1), (2, 2, 1), (8, 8, 7), (8, 4, 4)])
