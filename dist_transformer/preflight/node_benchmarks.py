@@ -27,10 +27,9 @@ LOW_SPACE_GB = 5.0
 def matmul_tflops(device: torch.device) -> float:
     """TFLOP/s as the median of several repeats; float32 on the CPU, else the 16-bit type that the GPU prefers."""
     size = 8192 if device.type == "cuda" else 512
-    dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
-    dtype = dtype if device.type == "cuda" else torch.float32
-    left = torch.randn(size, size, device=device).to(dtype)
-    right = torch.randn(size, size, device=device).to(dtype)
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16 if device.type == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     _products_a_second(left, right, REPEAT_SECONDS)
     return median([_products_a_second(left, right, REPEAT_SECONDS) for _ in range(REPEATS)]) * 2 * size**3 / 1e12
 

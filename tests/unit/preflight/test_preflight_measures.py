@@ -1,6 +1,7 @@
 """What ranks measure: the plan of the exchanges, and the disk."""
 
 import pytest
+import torch
 
 from dist_transformer.preflight import node_benchmarks
 from dist_transformer.preflight.network_benchmarks import partners, ring_rounds
@@ -27,6 +28,21 @@ def test_ranks_exchange_with_the_same_number_on_the_other_node_and_agree_on_it()
                 assert partners(other, held) == [rank]
     assert partners(1, [(nodes[0], nodes[1])]) == [4]
     assert partners(2, [(nodes[0], nodes[1])]) == []
+
+
+@pytest.mark.parametrize(("is_native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_a_gpu_that_only_emulates_bf16_is_measured_in_fp16(monkeypatch, is_native, expected):
+    """The GPU's products are not made here; only in what type they would be."""
+    random, types = torch.randn, []
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or is_native
+    )
+    monkeypatch.setattr(torch, "randn", lambda *sizes, device: random(2, 2))
+    monkeypatch.setattr(
+        node_benchmarks, "_products_a_second", lambda a, b, seconds: types.append((a.dtype, b.dtype)) or 1.0
+    )
+    node_benchmarks.matmul_tflops(torch.device("cuda", 0))
+    assert set(types) == {(expected, expected)}
 
 
 def test_the_disk_is_measured_with_a_file_that_does_not_stay(tmp_path):
