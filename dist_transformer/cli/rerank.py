@@ -10,7 +10,7 @@ import typer
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import UserError
 
-_LINE = re.compile(r"(\d+) \|\|\| (.*) \|\|\| log_probability= .*\n\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_LINE = re.compile(r"(\d+) \|\|\| (.*) \|\|\| log_probability= .*\n(-inf|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
 def rerank_command(
@@ -24,7 +24,7 @@ def rerank_command(
 
     best: dict[str, tuple[float, str]] = {}
     for number, (line, score) in enumerate(zip_longest(numbered_lines(n_best), numbered_lines(scores)), start=1):
-        if (found := _LINE.fullmatch(f"{line}\n{score}")) is None:
+        if (found := _LINE.fullmatch(f"{line}\n{str(score).strip()}")) is None:
             form = "NUMBER ||| TEXT ||| log_probability= ..."
             raise UserError(
                 f"line {number}: expected {form} in {n_best}, got {line!r}; a number in {scores}, got {score!r}"

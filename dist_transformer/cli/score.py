@@ -4,13 +4,12 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.cli.search_options import EnsembleOption, ModelArgument, noting_tags, search_settings
-from dist_transformer.errors import UserError
 
 
 def score_command(
@@ -21,6 +20,9 @@ def score_command(
     max_source_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest line of either file, in tokens (default: as for translate).")
     ] = None,
+    too_long: Annotated[
+        Literal["refuse", "lowest"], typer.Option(help="Longer pairs end the command, or have the score -inf.")
+    ] = "refuse",
     per_token: Annotated[
         bool,
         typer.Option("--per-token", help="Of each token of the line, apart by spaces; the end of sentence is last."),
@@ -33,30 +35,30 @@ def score_command(
     """
     from dist_transformer.decoding.loaded_model import load_models, model_folder_of
     from dist_transformer.decoding.scoring import score_pairs
-    from dist_transformer.decoding.sharded_files import LineReader, digest_and_lines
+    from dist_transformer.decoding.sharded_files import LineReader, same_lines
 
-    (_, num_sources), (_, num_targets) = digest_and_lines(source), digest_and_lines(target)
-    if num_sources != num_targets:
-        raise UserError(f"{source} has {num_sources} lines, {target} {num_targets}: expected a translation for each")
+    num_sources = same_lines(source, target)
     most = search_settings(model, max_source_tokens=max_source_tokens).max_source_tokens
     write_utf8()
     loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
     lines, translations = LineReader(source), LineReader(target)
     sources = noting_tags(model, (lines.read(number, 1)[0] for number in range(num_sources)))
     pairs = ((text, translations.read(number, 1)[0]) for number, text in enumerate(sources))
-    total, num_tokens = 0.0, 0
-    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device, most):
-        total, num_tokens = total + sum(found), num_tokens + len(found)
+    total, num_tokens, num_longer = 0.0, 0, 0
+    files = None if too_long == "lowest" else f"{source} and {target}, "
+    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device, most, files):
+        known = [value for value in found if value != -math.inf]
+        total, num_tokens, num_longer = total + sum(known), num_tokens + len(known), num_longer + (not known)
         if as_json:
             pieces = loaded.tokenizer.target_pieces(ids)
-            record = {"log_probability": sum(found), "pieces": pieces, "log_probabilities": found}
+            record = {"log_probability": sum(known) if known else None, "pieces": pieces, "log_probabilities": known}
             print(json.dumps(record, ensure_ascii=False), flush=True)
         else:
             print(" ".join(f"{value:.4f}" for value in (found if per_token else [sum(found)])), flush=True)
     if num_tokens:
-        mean = total / num_tokens
+        mean, longer = total / num_tokens, f", {num_longer:,} of them too long" if num_longer else ""
         print(
-            f"{num_sources:,} pairs, {num_tokens:,} target tokens, log-probability {mean:.4f} per token, perplexity "
-            f"{math.exp(-mean):.2f}",
+            f"{num_sources:,} pairs{longer}, {num_tokens:,} target tokens, log-probability {mean:.4f} per token, "
+            f"perplexity {math.exp(-mean):.2f}",
             file=sys.stderr,
         )

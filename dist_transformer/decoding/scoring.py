@@ -5,6 +5,7 @@ Axes: B pairs of one batch, S source, T target, both including the end of senten
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from math import inf
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ def score_pairs(
     pairs: Iterable[tuple[str, str]],
     device: torch.device,
     max_tokens: int = BATCHES.max_source_tokens,
+    files: str | None = "",
 ) -> Iterator[tuple[Ids, list[float]]]:
     """Yields for each pair (source, target), in order, the target's ids with eos, and the natural logarithm of the
-    probability of each given the source and the ids before it, of several models the mean probability.
+    probability of each given the source and the ids before it, of several models the mean probability. `files` begins the
+    message that refuses a pair that is too long; None: the pair gets minus infinity alone.
 
     Raises:
         UserError: a sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the
@@ -39,17 +42,25 @@ def score_pairs(
     """
     remaining, num_before = iter(pairs), 0
     most = min([max_tokens, *(model.max_positions for model in models if model.max_positions is not None)])
-    limit = f"at most {most} are scored at once (decoding.max_source_tokens)"
+    limit = f"at most {most} are scored at once (--max-source-tokens, decoding.max_source_tokens)"
     if most < max_tokens:
         limit = f"the model has only {most} positions (model.max_positions)"
     while chunk := list(islice(remaining, CHUNK_LINES)):
         texts = [(source.strip(), target.strip()) for source, target in chunk]
         at_least = [-(-max(map(len, pair)) // CHARACTERS_A_TOKEN) for pair in texts]
-        _refuse_longer(at_least, most, f"or more, but {limit}", num_before)
-        sources = tokenizer.encode_source([source for source, _ in texts])
-        targets = tokenizer.encode_target([target for _, target in texts])
-        longer = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
-        _refuse_longer(longer, most, f"but {limit}", num_before)
+        characters = most * CHARACTERS_A_TOKEN  # what has more is too long, whatever its tokens
+        sources = tokenizer.encode_source([source[:characters] for source, _ in texts])
+        targets = tokenizer.encode_target([target[:characters] for _, target in texts])
+        longer = [max(least, *map(len, pair)) for least, *pair in zip(at_least, sources, targets, strict=True)]
+        too_long = [number for number, length in enumerate(longer) if length > most]
+        if too_long and files is not None:
+            line = f"{files}line {num_before + too_long[0] + 1}: {longer[too_long[0]]} tokens"
+            raise UserError(
+                f"{line}{' or more' if at_least[too_long[0]] > most else ''}, but {limit}: expected a shorter sentence on both "
+                "sides; cut both, leave the pair out, or have it scored as the worst (--too-long lowest)"
+            )
+        for number in too_long:
+            sources[number], targets[number], longer[number] = [tokenizer.eos_id], [tokenizer.eos_id], 1
         found: dict[int, list[float]] = {}
         for members in token_batches(longer, BATCHES):
             outputs = [targets[member] for member in members]
@@ -58,6 +69,7 @@ def score_pairs(
             target_BT = pad_together(outputs, tokenizer.pad_id).to(device)
             rows = forced_log_probabilities(models, source_BS, read_BT, target_BT).tolist()
             found |= {member: row[: len(ids)] for member, row, ids in zip(members, rows, outputs, strict=True)}
+        found |= {number: [-inf] for number in too_long}
         yield from ((target, found[index]) for index, target in enumerate(targets))
         num_before += len(chunk)
 
@@ -82,12 +94,3 @@ def _chunk(models: Sequence[Transformer], source_BS: Tensor, target_in_BT: Tenso
     log_probability_BTV = log_probabilities([model(source_BS, target_in_BT) for model in models])
     chosen_BT = log_probability_BTV.gather(2, target_out_BT[..., None]).squeeze(2)
     return chosen_BT.masked_fill(target_out_BT == models[0].pad_id, 0.0)
-
-
-def _refuse_longer(lengths: Sequence[int], most: int, limit: str, num_before: int) -> None:
-    for number, length in enumerate(lengths, start=num_before + 1):
-        if length > most:
-            raise UserError(
-                f"line {number}: {length} tokens, {limit}: expected a shorter sentence on both sides; cut both, or leave "
-                "the pair out"
-            )

@@ -167,6 +167,15 @@ def digest_and_lines(path: Path) -> tuple[str, int]:
     return digest.hexdigest(), num_lines + (last != b"\n")
 
 
+def same_lines(*paths: Path) -> int:
+    """Returns the number of lines of text files. Raises UserError: one cannot be read, or they differ in it."""
+    found = {path: digest_and_lines(path)[1] for path in paths}
+    if len({*found.values()}) > 1:
+        each = ", ".join(f"{path} has {number}" for path, number in found.items())
+        raise UserError(f"{each} lines: expected files of as many, line by line")
+    return found[paths[0]]
+
+
 class LineReader:
     """Reads ranges of lines of a file in ascending order."""
 

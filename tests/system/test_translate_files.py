@@ -118,6 +118,8 @@ def test_lists_are_reranked_by_the_scores_of_another_program(model: Path, tmp_pa
     texts = [" ||| ".join(line.split(" ||| ")[1:-2]) for line in lists]
     assert reranked([f"{-1 / (n + 1):.4e}" for n in range(len(lists))]) == [texts[n] for n in last]
     assert len(last) == 1 + len(LINES)
+    worst = ["-7" if n in last else "-inf" for n in range(len(lists))]  # as `score --too-long lowest` writes it
+    assert reranked(worst) == [texts[n] for n in last]
     for scores in (["1"] * (len(lists) - 1), ["1"] * (len(lists) + 1), ["nan"] * len(lists)):
         (tmp_path / "scores").write_text("".join(f"{score}\n" for score in scores), encoding="utf-8")
         assert "expected NUMBER ||| TEXT ||| log_probability= ... in" in refused(
@@ -148,7 +150,9 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
     whole = invoke("score", model, *pair).stderr
     assert f"7 pairs, {sum(map(len, tokens))} target tokens" in whole
     assert f"perplexity {np.exp(-sum(sums) / sum(map(len, tokens))):.2f}" in whole
-    assert "2: expected a translation for each" in refused("score", model, *pair[:2], "--target", tmp_path / "short")
+    assert "short has 2 lines: expected files of as many" in refused(
+        "score", model, *pair[:2], "--target", tmp_path / "short"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from running import NOT_INHERITED, PROGRAM, Command, with_constants, without
-from translate_command import LINES, SETTINGS, SOURCES, make_model, refused, said
+from translate_command import LINES, SETTINGS, SOURCES, invoke, make_model, refused, said
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
@@ -225,7 +225,17 @@ def test_what_is_written_is_utf8_in_any_language(model: Path, tmp_path: Path) ->
 def test_scores_refuse_longer_lines_than_asked_for(model: Path, tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     pair = ("--source", tmp_path / "lines", "--target", tmp_path / "lines")
-    assert "at most 3 are scored at once" in refused("score", model, *pair, "--max-source-tokens", 3)
+    told = refused("score", model, *pair, "--max-source-tokens", 3)
+    assert f"{tmp_path}/lines and {tmp_path}/lines, line " in told
+    assert "at most 3 are scored at once (--max-source-tokens, " in told
+    lowest = ("score", model, *pair, "--max-source-tokens", 3, "--too-long", "lowest")
+    done = invoke(*lowest)
+    assert {line for line in done.stdout.splitlines() if line.count(".") == 0} == {"-inf"}
+    assert done.stdout.count("\n") == len(LINES)
+    num_longer = done.stdout.count("-inf")
+    assert f"{len(LINES)} pairs, {num_longer} of them too long, " in done.stderr
+    objects = [json.loads(line) for line in invoke(*lowest, "--json").stdout.splitlines()]
+    assert [each["log_probability"] for each in objects].count(None) == num_longer
 
 
 def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(

@@ -1,5 +1,6 @@
 """Scores of given pairs: one number for each token, whatever the batches, equal to what a search says of its finds."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -56,5 +57,23 @@ def test_a_sentence_longer_than_the_positions_is_refused_by_its_number(
     for most, limit in ((2048, r"the model has only 4 positions"), (3, r"at most 3 are scored at once")):
         scored = score_pairs([model], WordTokenizer(), pairs, CPU, most)
         next(scored)
-        with pytest.raises(UserError, match=f"line 2: 5 tokens, but {limit}"):
+        with pytest.raises(UserError, match=f"^line 2: 5 tokens, but {limit}"):
             next(scored)
+
+
+def test_a_pair_that_is_too_long_is_scored_as_the_worst_if_it_is_not_refused(
+    make_random_model: Callable[..., Transformer],
+) -> None:
+    """Whether its tokens are counted, or its characters are too many for them; the pairs beside it keep their scores."""
+    model = make_random_model(len(WORDS), positions="learned", max_positions=4)
+    long = " ".join(["one"] * 10_000)
+    fit = [("one", "two"), ("five", "one two three")]
+    pairs = [fit[0], ("one two three four", "one"), (long, long), fit[1]]
+    scored = list(score_pairs([model], WordTokenizer(), pairs, CPU, files=None))
+    assert scored[1][1] == scored[2][1] == [-math.inf]
+    alone = list(score_pairs([model], WordTokenizer(), fit, CPU))
+    for (ids, values), (expected_ids, expected) in zip([scored[0], scored[3]], alone, strict=True):
+        assert ids == expected_ids
+        assert values == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(UserError, match=r"^en and de, line 2: \d+ tokens or more, but the model has only 4 positions"):
+        list(score_pairs([model], WordTokenizer(), [fit[0], (long, long)], CPU, 2048, "en and de, "))
