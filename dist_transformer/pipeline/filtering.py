@@ -1,17 +1,22 @@
 """The cross-entropy filter: of scored pairs those of the worst scores are dropped (Junczys-Dowmunt, 2018)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 
-from dist_transformer.decoding.sharded_files import numbered_lines
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.decoding.sharded_files import numbered_lines, same_lines
 from dist_transformer.errors import UserError
 from dist_transformer.files import replacing, write_json
 
 
-def kept_pairs(scores: Sequence[float], drop: float) -> list[int]:
-    """Returns the indices, ascending, of all pairs but the `drop` share of lowest scores; of equal ones the first stay."""
-    worst_first = sorted(range(len(scores)), key=lambda index: (scores[index], -index))
-    return sorted(worst_first[int(len(scores) * drop) :])
+def kept_pairs(scores: NDArray[np.float64], drop: float) -> NDArray[np.bool_]:
+    """Returns whether each pair stays: all but the `drop` share of lowest scores, NaN first; of equal ones the first stay."""
+    last_first = np.where(np.isnan(scores), -np.inf, scores)[::-1]
+    rank: NDArray[np.int64] = last_first.argsort(kind="stable").argsort()[::-1]
+    return rank >= int(len(scores) * drop)
 
 
 def filter_files(source: Path, target: Path, scores: Path, drop: float, folder: Path) -> None:
@@ -19,17 +24,12 @@ def filter_files(source: Path, target: Path, scores: Path, drop: float, folder: 
 
     Raises UserError if the files differ in their numbers of lines, or a line of `scores` is not numbers.
     """
-    means = [*_means(scores)]
-    kept = kept_pairs(means, drop)
+    num_lines = same_lines(source, target, scores)
+    is_kept = kept_pairs(np.fromiter(_means(scores), np.float64, num_lines), drop)
     for path, name in ((source, "source"), (target, "target")):
-        wanted, num_lines = {*kept}, 0
         with replacing(folder / name) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as out:
-            for num_lines, line in enumerate(numbered_lines(path), start=1):
-                if num_lines - 1 in wanted:
-                    out.write(f"{line}\n")
-        if num_lines != len(means):
-            raise UserError(f"{path} has {num_lines} lines, {scores} {len(means)}: expected a score for each")
-    write_json(folder / "counts.json", {"lines": len(means), "kept_lines": len(kept)})
+            out.writelines(f"{line}\n" for line in compress(numbered_lines(path), is_kept))
+    write_json(folder / "counts.json", {"lines": num_lines, "kept_lines": int(is_kept.sum())})
 
 
 def _means(scores: Path) -> Iterator[float]:
