@@ -22,13 +22,12 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.config.yaml_positions import merge
-from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
 from dist_transformer.pipeline.schema import HEADING, Pipeline, checked, read_pipeline
-from dist_transformer.pipeline.state import CONFIGURED, configuration, states_of
+from dist_transformer.pipeline.state import configuration, states_of, text_problems
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
@@ -61,10 +60,8 @@ def run_command(
             states = states_of(pipeline)
             if jobs := _jobs_of(pipeline):
                 raise UserError(f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it or end it with scancel")
-            anew = [name for name, state in states.items() if state.restarts and not pipeline.nodes[name].reads]
-            texts = [configuration(pipeline, name) for name in anew if pipeline.nodes[name].kind in CONFIGURED]
-            if problems := {problem: None for text in texts for problem in first_pairs_problems(text)}:
-                raise ConfigError([*problems], HEADING)
+            if problems := text_problems(pipeline, [name for name, state in states.items() if state.restarts]):
+                raise ConfigError(problems, HEADING)
             if signals.came:
                 sys.exit(EXIT_REQUEUE)
             states = set_aside(pipeline, states)
@@ -100,6 +97,8 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
     states = states_of(pipeline)
     due = [name for name, state in states.items() if state.is_due]
     anew = [name for name in due if states[name].restarts]
+    if problems := text_problems(pipeline, anew):
+        raise ConfigError(problems, "cannot submit:")
     if dry_run:
         anew = [name for name in anew if pipeline.folder(name).exists()]
         for name, submission in _planned(pipeline, due, anew, dry_run=True).items():
@@ -149,8 +148,7 @@ def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> S
     node, run_dir = pipeline.nodes[name], RunDir(pipeline.folder(name))
     if node.kind == "train":
         config = fill_from_profile(configuration(pipeline, name))
-        problems = [] if node.reads else first_pairs_problems(config)
-        return plan_submission(config, run_dir, after=node.reads, problems=problems, dry_run=dry_run, is_anew=is_anew)
+        return plan_submission(config, run_dir, after=node.reads, problems=[], dry_run=dry_run, is_anew=is_anew)
     given = merge(pipeline.section("set"), pipeline.section("nodes", name))
     slurm, problems = checked(given, ("slurm",), SlurmConfig, given.values.get("slurm", {}))
     folders = [pipeline.root, pipeline.located(".")]
@@ -171,12 +169,12 @@ def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> S
 
 
 def _as_submitted(pipeline: Pipeline) -> str:
-    """The file with absolute paths, which a job reads wherever it lies."""
+    """The file with absolute paths, which a job reads wherever it lies, and configurations as they are now."""
     places = {"root": str(pipeline.root), "data_root": str(pipeline.located("."))}
     values = json.loads(json.dumps({**pipeline.marked.values, **places}))  # plain types
-    for node in values["nodes"].values():
+    for name, node in values["nodes"].items():
         if node.get("config"):
-            node["config"] = str((pipeline.path.parent / node["config"]).absolute())
+            node["config"] = str(pipeline.folder(name) / SETTINGS)
     return dump(values)
 
 

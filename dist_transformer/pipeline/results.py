@@ -19,8 +19,9 @@ from dist_transformer.run.status import SILENT_SECONDS, look_at
 
 COLUMNS = ("node", "kind", "state", "since", "took", "result")
 SHOWN = {
-    **{key: MEASURES[key][:2] for key in ("bleu", "chrf")}, **{f"bleu.{name}": (f"BLEU {name}", ".2f") for name in MODIFIERS},
-    "sentences_per_second": ("sentences/s", ",.1f"),
+    **{key: MEASURES[key][:2] for key in ("bleu", "chrf")},
+    **{f"bleu.{name}": (f"BLEU {name}", ".2f") for name in MODIFIERS},
+    "beam_size": ("beam", "d"), "sentences_per_second": ("sentences/s", ",.1f"),
     "step": ("step", ",d"), "loss": MEASURES["loss"][:2], "tokens_per_second": ("tokens/s", ",.0f"),
     "pairs": ("pairs", ",d"), "kept_lines": ("kept", ",d"), "lines": ("lines", ",d"), "megabytes": ("MB", ",.2f"),
 }  # fmt: skip
@@ -54,8 +55,7 @@ def status_rows(pipeline: Pipeline, states: Mapping[str, State], jobs: Mapping[s
     for name in pipeline.marked.values["nodes"]:
         state = states[name]
         begun, done = _begun(pipeline.folder(name), state.record), state.record.get("done")
-        if done is None and state.state == "done":
-            done = made_at(made_files(pipeline, name))
+        done = done or (made_at(made_files(pipeline, name)) if state.state == "done" else None)
         last = done or begun or state.record.get("submitted")
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(last)) if last else "-"
         results = results_of(pipeline, name) if last else {}
@@ -96,4 +96,5 @@ def _state_text(folder: Path, state: State) -> str:
     with suppress(OSError):
         if state.state == "begun" and time.time() - modified(RunDir(folder).owner) < SILENT_SECONDS:
             return "running"
-    return "stopped" if state.state == "begun" else state.state
+    code = state.record.get("ended")
+    return (f"failed (exit code {code})" if code else "stopped") if state.state == "begun" else state.state

@@ -12,6 +12,7 @@ from typing import Literal
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.files import write_json, write_text
+from dist_transformer.pipeline import state as nodes
 from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
 from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, complete, configuration, is_complete, take_back
@@ -44,13 +45,12 @@ def locked(folder: Path, wait_seconds: float = 1.0) -> Iterator[None]:
 
 
 def run_due(pipeline: Pipeline, states: dict[str, State], signals: Signals) -> int:
-    """Runs the nodes that are due, one after the other; returns 0, or the exit code of the first that does not end well."""
-    for name, state in states.items():
-        if not state.is_due:
-            continue
+    """Runs the nodes that are due, in order; returns 0, or the first other exit code. Raises UserError: one has changed."""
+    for name, state in ((name, state) for name, state in states.items() if state.is_due):
         if signals.came:
             return EXIT_REQUEUE
         why = state.why or ("begins" if state.restarts else "resumes")
+        nodes.check_unchanged(pipeline, name, states)
         say(f"node {name} ({pipeline.nodes[name].kind}): {why}")
         begin(pipeline, name, state)
         if (code := run_node(pipeline, name, signals)) != EXIT_DONE:
@@ -68,16 +68,14 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
     for name, state in states.items():
         if state.record and is_complete(pipeline, name):
             complete(pipeline, name)
-    begun = (pipeline.folder(name) for name, state in states.items() if state.restarts)
-    folders = [folder for folder in begun if folder.exists()]
+    folders = [at for name, state in states.items() if state.restarts and (at := pipeline.folder(name)).exists()]
     for folder in folders:
         check_output(folder, "a node of a pipeline", lambda path: "key" in read_record(path / RECORD))
         with while_nobody_trains(RunDir(folder)) as is_free:
             if not is_free:
                 raise UserError(f"{folder}: must begin anew, but a process works in it: wait for it, or stop it first")
     for folder in folders:
-        numbered = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
-        old = next(path for path in numbered if not path.exists())
+        old = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(old)
         say(f"{folder}: begins anew; what was there is kept as {old.name}")
     return take_back(pipeline, states)
@@ -86,9 +84,8 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", "submitted"] = "begun") -> None:
     """Writes the record of a node that begins, or is submitted, and its configuration."""
     folder = pipeline.folder(name)
-    record = state.now if state.restarts else state.record
-    if moment not in record:
-        write_json(folder / RECORD, {**record, moment: round(time.time(), 3)})
+    record = state.now if state.restarts else {key: each for key, each in state.record.items() if key != "ended"}
+    write_json(folder / RECORD, {moment: round(time.time(), 3), **record})
     if pipeline.nodes[name].kind in CONFIGURED:
         write_text(folder / SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
 
@@ -99,7 +96,11 @@ def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
     with nullcontext() if kind == "train" else locked(folder, wait_seconds=20.0):
         if kind == "filter":
             source, target, scores = (pipeline.located(values[key]) for key in ("source", "target", "scores"))
-            filter_files(source, target, scores, values["drop"], folder)
+            try:
+                filter_files(source, target, scores, values["drop"], folder)
+            except UserError as error:
+                say(f"dist-transformer: {error}")
+                code = error.exit_code
         elif not is_complete(pipeline, name):
             program = [sys.executable, "-m", "dist_transformer", *words_of(pipeline, name)]
             with (folder / ".printed").open("wb") if kind == "score" else nullcontext() as printed:
@@ -108,6 +109,8 @@ def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
                 os.replace(printed.name, folder / "scores")
         if code == EXIT_DONE:
             complete(pipeline, name)
+        elif code != EXIT_REQUEUE:
+            write_json(folder / RECORD, {**read_record(folder / RECORD), "ended": code})
     return code
 
 
@@ -131,12 +134,12 @@ def words_of(pipeline: Pipeline, name: str) -> list[str]:
         share = "ranks" if kind == "train" else "processes"
         return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]
     words, options, output = [kind], list[str](), str(folder / KINDS[kind].made[0])
-    for key, value in values.items():
+    for key, value in (values | nodes.searched_as(pipeline, name)).items():
         for each in value if isinstance(value, tuple) else (value,):
             if key in ("model", "run"):
                 words.append(str(pipeline.located(each)))
             elif key not in ("kind", "slurm") and each is not None and each is not False:
                 text = str(pipeline.located(each)) if key in PLACES else str(each)
                 options += [f"--{key.replace('_', '-')}", *([] if each is True else [text])]
-    last = {"export": [output], "score": ["--per-token"]}.get(kind, ["--output", output])
+    last = {"export": [output], "score": ["--per-token", "--too-long", "lowest"]}.get(kind, ["--output", output])
     return [*words, *last, *options] if kind == "export" else [*words, *options, *last]

@@ -5,7 +5,7 @@ version of the program. So it is known before those nodes have run.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -13,12 +13,15 @@ from typing import Any, Literal
 
 from dist_transformer import __version__
 from dist_transformer.config.checks import file_problems
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import config_of, plugins_of, read_extended
 from dist_transformer.config.paths import local_files
-from dist_transformer.config.schema import Config
+from dist_transformer.config.schema import BeamConfig, Config
 from dist_transformer.config.yaml_positions import Marked, merge
 from dist_transformer.data.manifest import json_digest
-from dist_transformer.errors import ConfigError, say
+from dist_transformer.data.sources.first_pairs import first_pairs_problems
+from dist_transformer.decoding.sharded_files import same_lines
+from dist_transformer.errors import ConfigError, UserError, say
 from dist_transformer.files import file_sha256, write_json
 from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
 from dist_transformer.plugins import find
@@ -30,14 +33,16 @@ CONFIGURED = ("prepare", "train")
 SCORES = " (scores)"
 """Ends the names of files of quality scores among those that a node reads."""
 LEXICON = KINDS["train"].outputs["lexicon"]
-NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens")
+NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens", "too_long")
 """Keys of nodes on which no result depends."""
 PREPARED_BY: dict[str, Any] = {"run": {"seed"}, "data": True, "tokenizer": True}
 NOT_PREPARED_BY = {"lanes", "max_tokens", "window_rows", "loader_workers", "audit"}
 """Settings that a prepared corpus depends on, and those of `data` that are of training alone."""
 NO_RESULT = (("training", "hang_seconds"), ("training", "max_hours"), ("training", "log_every_steps"),
-             ("data", "loader_workers"), ("data", "audit"))  # fmt: skip
+             ("data", "loader_workers"), ("data", "audit"),  # the version before counted the rest
+             ("decoding", "max_source_tokens"), ("decoding", "max_tokens"))  # fmt: skip
 """Settings on which no result of training depends: a message may have recommended others."""
+TEXTS = ("input", "source", "target", "reference", "scores")
 Fingerprints = dict[str, list[Any]]
 """Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
 
@@ -89,6 +94,26 @@ def configuration(pipeline: Pipeline, name: str) -> Config:
     return config
 
 
+def text_problems(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
+    """Returns a problem for each text of the user's that these nodes cannot read, or that is not as long as its other side."""
+    found = list[str]()
+    for name in names:
+        kind, values, reads = pipeline.nodes[name]
+        places = [pipeline.located(values[key]) for key in TEXTS if values.get(key)]
+        files = [path for path in places if not pipeline.is_made(path)]
+        try:
+            if kind in CONFIGURED and not reads:
+                found += first_pairs_problems(configuration(pipeline, name))
+            elif kind == "evaluate" and files:  # it reads text as training does
+                corpus = CorpusConfig(source=str(files[0]), target=str(files[-1]))
+                found += first_pairs_problems(Config(data=DataConfig(validation=corpus)))
+            elif files:
+                same_lines(*files)
+        except UserError as error:
+            found.append(str(error))
+    return [*dict.fromkeys(found)]
+
+
 def is_complete(pipeline: Pipeline, name: str) -> bool:
     """True if the verb of a node has ended well."""
     node, folder = pipeline.nodes[name], pipeline.folder(name)
@@ -111,58 +136,67 @@ def made_at(made: Fingerprints) -> float:
     return round(newest / 1e9, 3)
 
 
+def check_unchanged(pipeline: Pipeline, name: str, states: dict[str, State]) -> None:
+    """Raises UserError if what goes into a node is not what it was when the states were found."""
+    before, now = states[name].now, _state_of(pipeline, name, states, {}).now
+    if before["key"] != now["key"]:
+        changed = ", ".join(_differences(before["made_of"], now["made_of"]))
+        raise UserError(f"node {name}: changed since the pipeline began: {changed}; start the same command again")
+
+
 def complete(pipeline: Pipeline, name: str) -> None:
-    """Notes that a node is done, and what it has made, unless that is noted."""
+    """Notes that a node is done, and what it has made, unless it is noted. Raises UserError if its files changed before."""
     path = pipeline.folder(name) / RECORD
     record = read_record(path)
     if "done" not in record:
-        made = made_files(pipeline, name)
-        write_json(path, {**record, "done": made_at(made), "made": made})
+        made, before = made_files(pipeline, name), record.get("files", {})
+        paths = {file: at for file, at in what_goes_in(pipeline, name)[1].items() if file in before and at.exists()}
+        now, done = _fingerprints(paths, before, {}), made_at(made)
+        changed = [file for file, each in now.items() if each[-1] != before[file][-1] and each[1] / 1e9 <= done]
+        write_json(path, {**record, "done": done, "made": made, **({"key": ""} if changed else {})})
+        if changed:
+            raise UserError(f"node {name}: {', '.join(changed)} changed while it ran; start the same command again")
 
 
 def take_back(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
-    """Renames back what was set aside and is what a node without a folder would make: whole, and not older than what the node
-    reads. Returns the states after it."""
+    """Renames back what was set aside and is what a node without a folder would make, whole, else what of it was begun last,
+    and not older than what the node reads. Returns the states after it."""
     is_any = False
     for name, state in states.items():
         folder, reads = pipeline.folder(name), map(pipeline.folder, pipeline.nodes[name].reads)
         since = max((read_record(path / RECORD).get("done", inf) for path in reads), default=0)
-        for old in sorted(folder.parent.glob(f"{name}.[0-9]*"), reverse=True):
+        aside = sorted(folder.parent.glob(f"{name}.[0-9]*"), key=lambda path: (len(path.name), path.name), reverse=True)
+        for moment, old in ((moment, old) for moment in ("done", "begun") for old in aside):
             record = read_record(old / RECORD)
-            if folder.exists() or record.get("key") != state.now["key"] or not since <= record.get("done", -1):
+            made, is_same = record.get("made"), record.get("key") == state.now["key"] and not folder.exists()
+            if not is_same or not since <= record.get(moment, -1) or (moment == "begun" and "done" in record):
                 continue
-            if _sums(made_files(pipeline, name, record["made"], old)) == _sums(record["made"]):
+            if made is None or _sums(made_files(pipeline, name, made, old)) == _sums(made):
                 old.rename(folder)
-                say(f"{folder}: is {old.name} again, which was made of the same")
+                say(f"{folder}: is {old.name} again, which is of the same settings and files")
                 is_any = True
     return states_of(pipeline) if is_any else states
 
 
 def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: Fingerprints) -> State:
-    record, reads = read_record(pipeline.folder(name) / RECORD), pipeline.nodes[name].reads
-    settings, paths = _what_goes_in(pipeline, name)
-    files = _fingerprints(paths, record.get("files", {}), hashed)
+    root, planned, reads = pipeline.root, before.get(name), pipeline.nodes[name].reads
+    record = planned.record if planned else read_record(pipeline.folder(name) / RECORD)
+    settings, paths = what_goes_in(pipeline, name)
+    files = _fingerprints(paths, record.get("files", {}) | (planned.now["files"] if planned else {}), hashed)
     # As versions before counted them: a node that they have made is not made again.
-    text, before_of = json.dumps(settings, sort_keys=True), record.get("made_of")
-    texts = (text, text.replace('"max_steps": null', '"max_steps": 100000'))  # the default, beside max_epochs too
-    former = [
-        json_digest(each) for one in texts for each in (one.replace(str(pipeline.root), ""), _moved(one, pipeline.root))
-    ]
+    texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of")
+    texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
+    former = [json_digest(each) for one in texts for each in (one.replace(str(root), ""), _moved(one, root))]
     counted = before_of.get("settings") if isinstance(before_of, dict) else None
-    for section, key in NO_RESULT if pipeline.nodes[name].kind == "train" else ():
-        del settings[1][section][key]
     made_of = {
-        "settings": counted
-        if counted in former
-        else json_digest(_moved(json.dumps(settings, sort_keys=True), pipeline.root)),
+        "settings": counted if counted in former else json_digest(_moved(texts[0], root)),
         "files": _sums(files),
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
     }
     # The version before did not count files of quality scores.
     uncounted = {**made_of, "files": _sums({file: each for file, each in files.items() if not file.endswith(SCORES)})}
-    if record.get("key") == json_digest(uncounted):
-        made_of = uncounted
+    made_of = uncounted if record.get("key") == json_digest(uncounted) else made_of
     now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
     due = [other for other in reads if before[other].is_due]
     state: Literal["done", "begun", "changed", "new"] = "done"
@@ -170,14 +204,14 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     if "key" not in record:
         state, why = "new", ""
     elif record["key"] != now["key"]:
-        state, why = "changed", f"changed: {', '.join(_differences(record.get('made_of', {}), made_of))}"
+        why = f"changed: {', '.join(_differences(record.get('made_of', {}), made_of)) or 'files, while it ran'}"
+        state = "changed"
     elif not is_complete(pipeline, name):
         state, why = ("changed", "its results are gone") if "done" in record else ("begun", "")
     elif (made := record.get("made")) and _sums(made) != _sums(made_files(pipeline, name, made)):
         state, why = "changed", "its results are not as it made them"
-    anew = (
-        state in ("new", "changed") or any(before[other].restarts for other in reads) or (state == "done" and due != [])
-    )
+    follows = any(before[other].restarts for other in reads) or (state == "done" and due != [])
+    anew = follows or state in ("new", "changed")
     return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
 
 
@@ -187,8 +221,23 @@ def _moved(text: str, root: Path) -> str:
     return text.replace(f"{start}/", '"/').replace(f'{start}"', '""')
 
 
-def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
-    """Settings on which the result of a node depends, and the files that it reads which no node makes."""
+def searched_as(pipeline: Pipeline, name: str) -> dict[str, Any]:
+    """Keys that a node leaves out, of a search with an exported or averaged model: its run's, if they are not the defaults."""
+    kind, values, _ = pipeline.nodes[name]
+    model = given = pipeline.located(values.get("model", ""))
+    is_search = kind in ("translate", "evaluate") and not values.get("sampling")
+    for other, node in reversed(pipeline.nodes.items()) if is_search else ():  # back to the run
+        if model.is_relative_to(pipeline.folder(other)) and node.kind != "train":
+            model = pipeline.located(node.values.get("run") or node.values.get("model", ""))
+        elif model.is_relative_to(pipeline.folder(other)) and model != given:
+            run, default = configuration(pipeline, other).decoding.model_dump(), BeamConfig().model_dump()
+            names = {"beam": "beam_size", "length_penalty": "length_penalty"}
+            return {key: run[at] for key, at in names.items() if values[key] is None and run[at] != default[at]}
+    return {}
+
+
+def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Path]]:
+    """Settings on which a node's result depends, then as versions before counted them; files that it reads, no node makes."""
     kind, values, _ = pipeline.nodes[name]
     if kind in CONFIGURED:
         config = configuration(pipeline, name)
@@ -199,7 +248,11 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
             left_out["data"] = {"root", *NOT_PREPARED_BY}
         counts = PREPARED_BY if kind == "prepare" else None
         plugins = [find(key, each).identity for key, each in plugins_of(dict(config)).items() if each]
-        settings = [kind, config.model_dump(mode="json", include=counts, exclude=left_out), plugins]
+        every = config.model_dump(mode="json", include=counts, exclude=left_out)
+        settings: list[Any] = []
+        for out in (NO_RESULT, (), NO_RESULT[:5]):
+            counted = {at: {key: part[key] for key in part if (at, key) not in out} for at, part in every.items()}
+            settings.append([kind, counted, plugins])
     else:
         listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
         given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]
@@ -213,10 +266,10 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
             place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
             raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
         named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
-        counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
+        counted = {key: value for key, value in values.items() if key not in NOT_COUNTED} | searched_as(pipeline, name)
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
-        settings = [counted]
+        settings = [[counted], *([counted | {"too_long": each}] for each in (None, "refuse", "split"))]
     root, start = f"{pipeline.root}/", len(str(pipeline.root))  # which may be moved
     files = {file[start:] if file.startswith(root) else file: path for file, path in named.items()}
     return settings, {file: path for file, path in files.items() if not pipeline.is_made(path)}

@@ -126,7 +126,7 @@ def test_a_verb_that_fails_ends_the_pipeline_with_its_exit_code(quick_client: Pa
     said = here("pipeline", "run", file, code=2)
     assert "dist-transformer: " in said
     assert "node worse: ended with exit code 2" in said
-    assert states(here, file) == {"lines": "done", "worse": "stopped"}
+    assert states(here, file) == {"lines": "done", "worse": "failed (exit code 2)"}
     assert (tmp_path / "root" / "lines" / "source").read_text() == "a\n"
 
 

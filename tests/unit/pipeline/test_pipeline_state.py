@@ -1,5 +1,6 @@
 """Which nodes are done, which resume, which begin anew, and what becomes of older results."""
 
+import gzip
 import json
 import os
 import shutil
@@ -9,16 +10,19 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from dist_transformer.cli import pipeline as cli
 from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
+from dist_transformer.pipeline import run as run_module
 from dist_transformer.pipeline import state as module
+from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, locked, set_aside, words_of
 from dist_transformer.pipeline.schema import KINDS, Pipeline, read_pipeline
 from dist_transformer.pipeline.state import RECORD, State, complete, states_of
+from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 
 FILE = """
@@ -81,7 +85,7 @@ def test_what_is_made_is_done_and_stays_done(folder):
     assert due(pipeline) == {}
     assert {row[2] for row in status_rows(pipeline, states_of(pipeline), {})} == {"done"}
     later = pipeline_in(folder, "nodes.teacher.ranks=2", "nodes.other.max_tokens=99", "set.slurm.nodes=3",
-                        "nodes.forward.slurm.nodes=2", "set.tracking.enabled=false")  # fmt: skip
+                        "nodes.forward.slurm.nodes=2", "set.tracking.enabled=false", "nodes.forward.too_long=split")  # fmt: skip
     assert due(later) == {}
 
 
@@ -114,6 +118,8 @@ def test_a_changed_file_makes_its_nodes_and_what_follows_begin_anew(change, expe
     assert due(pipeline_in(folder)) == {}
 
 
+LIMITS = {"decoding": {"max_source_tokens": 2048, "max_tokens": 8192}}
+"""Settings that the version before counted, at their defaults."""
 SCORED = "set.data.train.filters={scores: {quality: 0.5}}"
 
 
@@ -160,7 +166,8 @@ def test_changed_settings_and_another_version_begin_anew(folder, monkeypatch):
 def test_a_run_resumes_with_other_settings_on_which_no_result_depends(folder):
     """Such as those that a message recommends to a run that was interrupted."""
     make(pipeline_in(folder), "teacher", states_of(pipeline_in(folder))["teacher"], is_whole=False)
-    free = ("training.hang_seconds=7200", "training.max_hours=3", "training.log_every_steps=7", "data.loader_workers=0")
+    free = ("training.hang_seconds=7200", "training.max_hours=3", "training.log_every_steps=7", "data.loader_workers=0",
+            "decoding.max_source_tokens=9", "decoding.max_tokens=99")  # fmt: skip
     pipeline = pipeline_in(folder, *(f"set.{each}" for each in free), "set.data.audit=true")
     assert (states_of(pipeline)["teacher"].state, states_of(pipeline)["teacher"].restarts) == ("begun", False)
     begin(pipeline, "teacher", states_of(pipeline)["teacher"])
@@ -249,6 +256,144 @@ def test_what_was_set_aside_is_taken_back_when_its_change_is_undone(folder):
     assert {path.name for path in pipeline.root.glob("*.*")} == {"teacher.2"}
 
 
+def test_what_was_begun_is_taken_back_too_and_resumed_when_its_change_is_undone(folder):
+    pipeline, other = pipeline_in(folder), pipeline_in(folder, "set.training.max_steps=6")
+    make(pipeline, "teacher", states_of(pipeline)["teacher"], is_whole=False)
+    for step in (1, 2):  # the newest of those is resumed
+        states = set_aside(other, states_of(other))
+        begin(other, "teacher", states["teacher"])
+        states = set_aside(pipeline, states_of(pipeline))
+        assert (states["teacher"].state, states["teacher"].restarts) == ("begun", False)
+        assert read_json(pipeline.folder("teacher") / "run.json")["step"] == 5, step
+    assert {path.name for path in pipeline.root.glob("*.*")} == {"teacher.2"}
+    make(pipeline, "teacher", states["teacher"])
+    make(pipeline, "forward", states_of(pipeline)["forward"], is_whole=False)
+    changed = pipeline_in(folder, "nodes.forward.beam=7")
+    set_aside(changed, states_of(changed))
+    record = pipeline.root / "forward.1" / RECORD
+    write_json(record, {**read_json(record), "begun": 1.0})  # before the teacher was done
+    assert set_aside(pipeline, states_of(pipeline))["forward"].state == "new"
+
+
+def run_in(folder: Path, *overrides: str) -> Result:
+    return CliRunner().invoke(cli.app, ["run", str(folder / "pipeline.yaml"), *overrides])
+
+
+@pytest.mark.parametrize("change", ["base.yaml", "train.en"])
+def test_a_node_whose_settings_or_text_changed_since_the_pipeline_began_does_not_begin(change, folder, monkeypatch):
+    pipeline = pipeline_in(folder)
+    states = states_of(pipeline)
+    monkeypatch.setattr(module, "file_sha256", lambda path: pytest.fail(f"{path} is hashed again"))
+    module.check_unchanged(pipeline, "teacher", states)
+    monkeypatch.undo()
+    (folder / change).write_text({"base.yaml": CONFIG.replace("5", "7"), "train.en": "1\n3\n"}[change])
+    told = "settings" if change == "base.yaml" else change
+    with pytest.raises(UserError, match=f"node teacher: changed since the pipeline began: {told}; start the same"):
+        module.check_unchanged(pipeline, "teacher", states)
+    module.check_unchanged(pipeline, "other", states)  # which does not read it
+
+
+def test_a_node_whose_text_changes_while_it_runs_is_not_done(folder, monkeypatch):
+    """Its result is of the one text or the other, so an undone change does not bring it back."""
+    (folder / "pipeline.yaml").write_text(
+        f"root: {folder}/root\ndata_root: {folder}\nnodes:\n"
+        "  kept: {kind: filter, source: mono, target: mono, scores: scores, drop: 0.5}\n"
+    )
+    pipeline = pipeline_in(folder)
+
+    def changing(*given: object) -> None:
+        filter_files(*given)
+        (folder / "mono").write_text("2\n1\n")
+        os.utime(folder / "mono", (1000, 1000))  # before the result was written, not after
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "filter_files", changing)
+        told = run_in(folder)
+    assert isinstance(told.exception, UserError)
+    assert "node kept: mono changed while it ran; start the same command again" in str(told.exception)
+    assert due(pipeline) == {"kept": "changed: mono"}
+    (folder / "mono").write_text("1\n2\n")
+    assert due(pipeline) == {"kept": "changed: files, while it ran"}
+    assert run_in(folder).exit_code == 0
+    assert due(pipeline) == {}
+    (folder / "mono").write_text("4\n5\n")  # after it was done
+    assert due(pipeline) == {"kept": "changed: mono"}
+
+
+def test_a_pipeline_ends_before_a_node_whose_text_was_edited_while_another_one_ran(folder, monkeypatch):
+    kept = "{{kind: filter, source: {0}, target: {0}, scores: scores}}"
+    nodes = f"  first: {kept.format('mono')}\n  second: {kept.format('train.en')}\n"
+    (folder / "pipeline.yaml").write_text(f"root: {folder}/root\ndata_root: {folder}\nnodes:\n{nodes}")
+
+    def editing(*given: object) -> None:
+        filter_files(*given)
+        (folder / "train.en").write_text("1\n3\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "filter_files", editing)
+        told = run_in(folder)
+    assert "node second: changed since the pipeline began: train.en; start the same command again" in str(
+        told.exception
+    )
+    assert [path.name for path in (folder / "root").iterdir() if path.is_dir()] == ["first"]
+    assert run_in(folder).exit_code == 0
+
+
+def test_text_that_a_later_node_cannot_read_is_told_before_anything_runs(folder):
+    """The text of a translation, the scores of a filter, and a test set with a line less on one side."""
+    scored = "nodes.bleu={kind: evaluate, model: {node: teacher}, source: test.en, reference: test.de}"
+    (folder / "test.en").write_text("1\n2\n")
+    (folder / "test.de").write_text("1\n")
+    (folder / "scores").write_text("1\n2\n3\n")
+    (folder / "other.gz").write_bytes(gzip.compress(b"1\n2\n"))
+    (folder / "bad").write_bytes(b"1\n\xff\n")
+    inputs = ("nodes.forward.input=bad", "nodes.other.input=other.gz")
+    told = run_in(folder, scored, *inputs)
+    assert isinstance(told.exception, ConfigError)
+    expected = ("bad, line 2: not valid UTF-8", "other.gz: is compressed; unpack it first", "scores has 3 lines: expected",
+                "test.de")  # fmt: skip
+    assert len(told.exception.problems) == 4
+    assert all(any(text in problem for problem in told.exception.problems) for text in expected), told.exception
+    assert not list((folder / "root").glob("*/"))
+    with pytest.raises(ConfigError, match=r"other\.gz: is compressed"):
+        cli.submit_pipeline(folder / "pipeline.yaml", [scored, *inputs], (), dry_run=True)
+
+
+def test_an_exported_or_averaged_model_is_searched_as_its_run_is(folder):
+    nodes = (
+        "nodes.mean={kind: average, run: {node: teacher}}", "nodes.fast={kind: export, model: {node: mean}}",
+        "nodes.bleu={kind: evaluate, model: {node: fast}, engine: ctranslate2, source: mono, reference: mono}",
+        "nodes.direct={kind: evaluate, model: {node: teacher}, source: mono, reference: mono}",
+    )  # fmt: skip
+    make_all(pipeline_in(folder, *nodes))
+    assert words_of(pipeline_in(folder, *nodes), "bleu").count("--beam") == 0
+    beam = (*nodes, "set.decoding.beam_size=8", "set.decoding.length_penalty=1.0")
+    words = words_of(pipeline_in(folder, *beam), "bleu")
+    assert words[words.index("--beam") + 1] == "8"
+    assert words[words.index("--length-penalty") + 1] == "1.0"
+    assert "--beam" not in words_of(pipeline_in(folder, *beam), "direct")  # its run folder says it
+    given = words_of(pipeline_in(folder, *beam, "nodes.bleu.beam=2"), "bleu")
+    assert given[given.index("--beam") + 1] == "2"
+    assert "settings" in due(pipeline_in(folder, *beam))["bleu"]
+    drawn = "nodes.drawn={kind: translate, model: {node: mean}, input: mono, sampling: true}"
+    assert "--beam" not in words_of(pipeline_in(folder, *beam, drawn), "drawn")
+
+
+def test_a_node_that_failed_is_shown_with_its_exit_code_until_it_begins_again(folder):
+    pipeline = pipeline_in(folder, "nodes.kept.target=mono")
+    (folder / "scores").write_text("1\nx\n")
+    begin(pipeline, "kept", states_of(pipeline)["kept"])
+    with forwarding_signals() as signals:
+        assert run_module.run_node(pipeline, "kept", signals) == 2
+
+    def shown() -> str:
+        return next(row[2] for row in status_rows(pipeline, states_of(pipeline), {}) if row[0] == "kept")
+
+    assert shown() == "failed (exit code 2)"
+    begin(pipeline, "kept", states_of(pipeline)["kept"])
+    assert shown() == "stopped"
+
+
 @pytest.mark.parametrize("damage", ["edited", "gone", "older"])
 def test_what_was_set_aside_stays_there_if_it_is_not_whole_or_older_than_what_it_is_made_of(damage, folder):
     pipeline = pipeline_in(folder)
@@ -284,10 +429,10 @@ def test_a_pipeline_that_is_moved_stays_done(place, folder):
     assert due(pipeline_in(folder, f"root={folder}/elsewhere", *more)) == {}
 
 
-@pytest.mark.parametrize("is_bare", [True, False])
-def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare):
+@pytest.mark.parametrize(("is_bare", "is_last"), [(True, False), (False, False), (False, True)])
+def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare, is_last):
     """One cut the root as bare text: out of its name in those beside it too, but not where JSON escapes it. Both counted
-    every setting, and the default of max_steps beside max_epochs."""
+    every setting, and the default of max_steps beside max_epochs; the last one did not count some, but limits of a search."""
     base = folder / "base.yaml"
     base.write_text(base.read_text().replace("max_steps: 5", "max_epochs: 5"))
     (folder / "würfe_text").mkdir()
@@ -297,7 +442,14 @@ def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare):
     keys: dict[str, str] = {}
     for name, node in pipeline.nodes.items():
         record = read_json(pipeline.folder(name) / module.RECORD)
-        settings = module._what_goes_in(pipeline, name)[0]
+        settings = module.what_goes_in(pipeline, name)[0][0]
+        if node.kind == "train":
+            settings[1] |= {key: {**settings[1][key], **values} for key, values in LIMITS.items()}
+            every = json.loads(module.configuration(pipeline, name).model_dump_json())
+            settings[1] |= {} if is_last else {key: {**every[key], **settings[1][key]} for key in ("training", "data")}
+            settings[1]["data"].pop("root", None)
+        elif node.kind == "translate":
+            settings = [{**settings[0], "too_long": None}]
         text = json.dumps(settings, sort_keys=True).replace('"max_steps": null', '"max_steps": 100000')
         text = text.replace(str(pipeline.root), "") if is_bare else module._moved(text, pipeline.root)
         record["made_of"]["settings"] = module.json_digest(text)
@@ -305,6 +457,8 @@ def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare):
         keys[name] = record["key"] = module.json_digest(record["made_of"])
         write_json(pipeline.folder(name) / module.RECORD, record)
     assert due(pipeline) == {}
+    again = ("nodes.forward.too_long=split", "nodes.other.too_long=refuse")
+    assert due(pipeline_in(folder, f"root={folder}/würfe", "nodes.forward.input=würfe_text/mono", *again)) == {}
 
 
 def test_a_pipeline_that_another_process_runs_is_a_fault_that_may_pass_if_it_does_not_say_who_it_is(tmp_path):
@@ -451,6 +605,8 @@ def test_a_shortlist_of_a_run_that_makes_no_lexicon_is_told_before_anything_runs
 def test_the_words_of_a_node_are_those_of_its_verb(folder):
     pipeline = pipeline_in(folder, "nodes.other.seed=0", "nodes.other.sampling=true", "nodes.forward.ensemble=[made]")
     root = pipeline.root
+    scored = pipeline_in(folder, "nodes.likely={kind: score, model: made, source: mono, target: mono}")
+    assert words_of(scored, "likely")[-3:] == ["--per-token", "--too-long", "lowest"]
     assert words_of(pipeline, "teacher") == ["train", f"{root}/teacher/settings.yaml", "--ranks=1"]
     assert words_of(pipeline, "other") == [
         "translate", f"{folder}/made", "--input", f"{folder}/mono", "--sampling", "--seed", "0", "--ranks", "1",
