@@ -13,7 +13,6 @@ from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.files import write_json, write_text
 from dist_transformer.pipeline import state as nodes
-from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
 from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, complete, configuration, is_complete, take_back
 from dist_transformer.processes.children import Signals
@@ -95,6 +94,8 @@ def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
     (kind, values, _), folder, code = pipeline.nodes[name], pipeline.folder(name), EXIT_DONE
     with nullcontext() if kind == "train" else locked(folder, wait_seconds=20.0):
         if kind == "filter":
+            from dist_transformer.pipeline.filtering import filter_files  # numpy, which looking needs not
+
             source, target, scores = (pipeline.located(values[key]) for key in ("source", "target", "scores"))
             try:
                 filter_files(source, target, scores, values["drop"], folder)

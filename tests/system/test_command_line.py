@@ -80,7 +80,7 @@ def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_pat
 def test_every_shipped_pipeline_is_without_a_problem(command, path, tmp_path):
     for name in ("train", "validation", "test", "mono"):
         for language in ("en", "de"):
-            (tmp_path / f"{name}.{language}").write_text("a sentence\n", encoding="utf-8")
+            (tmp_path / f"{name}.{language}").write_text(f"a sentence of {language}\n", encoding="utf-8")
     place = (path, f"data_root={tmp_path}", f"root={tmp_path}/root")
     nodes = yaml.safe_load((REPOSITORY / "configs" / "pipeline" / "student.yaml").read_text(encoding="utf-8"))["nodes"]
     shown = command("pipeline", "status", *place)

@@ -135,7 +135,9 @@ def test_fp16_updates_keep_their_size_while_the_loss_scale_grows(make_engine, ba
     from dist_transformer.training.engine import engine as engine_module
 
     monkeypatch.setattr(
-        engine_module, "adam", lambda _, parameters, *__: torch.optim.SGD(parameters, lr=1.0, fused=True)
+        engine_module.optimizers,
+        "build_optimizer",
+        lambda _, parameters, *__: torch.optim.SGD(parameters, lr=1.0, fused=True),
     )
     engine = make_engine(zero_stage=stage, precision="fp16", initial_loss_scale=64, loss_scale_window=2)
     scales = []
