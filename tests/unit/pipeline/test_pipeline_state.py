@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from dist_transformer.cli import pipeline as cli
 from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
+from dist_transformer.pipeline import filtering
 from dist_transformer.pipeline import run as run_module
 from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.filtering import filter_files
@@ -307,7 +308,7 @@ def test_a_node_whose_text_changes_while_it_runs_is_not_done(folder, monkeypatch
         os.utime(folder / "mono", (1000, 1000))  # before the result was written, not after
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "filter_files", changing)
+        patch.setattr(filtering, "filter_files", changing)
         told = run_in(folder)
     assert isinstance(told.exception, UserError)
     assert "node kept: mono changed while it ran; start the same command again" in str(told.exception)
@@ -330,7 +331,7 @@ def test_a_pipeline_ends_before_a_node_whose_text_was_edited_while_another_one_r
         (folder / "train.en").write_text("1\n3\n")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "filter_files", editing)
+        patch.setattr(filtering, "filter_files", editing)
         told = run_in(folder)
     assert "node second: changed since the pipeline began: train.en; start the same command again" in str(
         told.exception
