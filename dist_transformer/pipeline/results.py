@@ -94,7 +94,7 @@ def _state_text(folder: Path, state: State) -> str:
     if state.restarts:
         return f"to do ({state.why})" if state.why else "to do"
     with suppress(OSError):
-        if state.state == "begun" and time.time() - modified(RunDir(folder).owner) < SILENT_SECONDS:
+        if state.state == "begun" and abs(time.time() - modified(RunDir(folder).owner)) < SILENT_SECONDS:
             return "running"
     code = state.record.get("ended")
     return (f"failed (exit code {code})" if code else "stopped") if state.state == "begun" else state.state

@@ -24,6 +24,8 @@ from dist_transformer.run.folder import RunDir
 BEAT_SECONDS = 5.0
 STALE_BEATS = 6
 """Number of beats without a touch of its file after which a holder counts as dead."""
+WATCHED_BEATS = 2
+"""Number of beats for which the file is watched in any case: its time may be by the clock of another machine."""
 
 
 class RunLock:
@@ -37,7 +39,7 @@ class RunLock:
     def __init__(self, run_dir: RunDir, wait_seconds: float = 20.0, beat_seconds: float = BEAT_SECONDS) -> None:
         self._owner, self._wait_seconds, self._beat_seconds = run_dir.owner, wait_seconds, beat_seconds
         self._folder = run_dir.path
-        self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
+        self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False, thread_local=False)
         self._record: dict[str, Any] = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
         self._released = threading.Event()
         self._beating = threading.Lock()
@@ -52,10 +54,10 @@ class RunLock:
         try:
             _take(self._lock, self._wait_seconds)  # without locks the heartbeat alone decides
         except filelock.Timeout:
-            raise self._refusal() from None
+            raise self._refusal(self._seconds_since_beat()) from None
         if self._is_held_from_elsewhere():
             self._lock.release()
-            raise self._refusal()
+            raise self._refusal(age=0.0)
         with suppress(FileNotFoundError):
             self._record["before_seen"] = round(self._owner.stat().st_mtime, 3)
         write_json(self._owner, self._record)
@@ -74,7 +76,7 @@ class RunLock:
         """True if a process on another machine, which this machine's lock may not keep out, has a fresh heartbeat."""
         holder, age = self._holder(), self._seconds_since_beat()
         is_here = holder.get("boot") == _boot()  # one kernel: its lock is reliable
-        return bool(holder) and not is_here and age is not None and age < STALE_BEATS * self._beat_seconds
+        return bool(holder) and not is_here and age is not None and abs(age) < STALE_BEATS * self._beat_seconds
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
@@ -92,27 +94,32 @@ class RunLock:
             os.utime(self._owner)
 
     def _is_held_from_elsewhere(self) -> bool:
-        """True if a process on another machine is alive that the file system's lock did not keep out."""
+        """True if a process on another machine is alive that the file system's lock did not keep out: its file changes.
+
+        For how long it is watched, this machine's clock decides: the file's time may be wrong in either direction.
+        """
         refresh(self._folder)  # its file may be new
         holder = self._holder()
         if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is reliable
             return False
         with suppress(FileNotFoundError):  # it ends meanwhile
             seen = self._owner.stat().st_mtime
-            while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
+            rest = STALE_BEATS - (self._seconds_since_beat() or 0.0) / self._beat_seconds
+            until = time.monotonic() + min(max(rest, WATCHED_BEATS), STALE_BEATS) * self._beat_seconds
+            while time.monotonic() < until:
                 time.sleep(self._beat_seconds / 5)
                 if self._owner.stat().st_mtime != seen:
                     return True
         return False
 
-    def _refusal(self) -> UserError:
-        holder, age = self._holder(), self._seconds_since_beat()
+    def _refusal(self, age: float | None) -> UserError:
+        holder = self._holder()
         if not holder or age is None:
             return MachineError(
                 f"{self._folder}: another process has locked this run folder for more than {self._wait_seconds:g} s, and "
                 "does not say who it is; end it, or give this run another run.name"
             )
-        name = f"{_name(holder)} works on this run folder (its last sign of life is {age:.0f} s old)"
+        name = f"{_name(holder)} works on this run folder (its last sign of life is {max(age, 0):.0f} s old)"
         if age >= STALE_BEATS * self._beat_seconds:
             return MachineError(
                 f"{self._folder}: {name}: it is dead or frozen, but its lock is not free yet; start again when its node is "

@@ -56,8 +56,8 @@ class RunView:
     mlflow_uri: str | None
 
     def is_alive(self, now: float) -> bool:
-        """True if the heartbeat is at most SILENT_SECONDS old."""
-        return self.heartbeat_time is not None and now - self.heartbeat_time <= SILENT_SECONDS
+        """True if the heartbeat is at most SILENT_SECONDS from now: clocks differ, and have been wrong."""
+        return self.heartbeat_time is not None and abs(now - self.heartbeat_time) <= SILENT_SECONDS
 
 
 def look_at(run_dir: RunDir) -> RunView:

@@ -17,7 +17,7 @@ import pytest
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.lock import STALE_BEATS, RunLock
+from dist_transformer.run.lock import STALE_BEATS, RunLock, while_nobody_trains
 
 BEAT_SECONDS = 0.05
 ELSEWHERE = {
@@ -130,6 +130,46 @@ def test_a_holder_on_another_machine_whose_heart_has_stopped_is_taken_over(run_d
     assert time.monotonic() - began > (STALE_BEATS - 1) * BEAT_SECONDS
     assert read_json(run_dir.owner)["host"] == platform.node()
     lock.release()
+
+
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_a_holder_whose_clock_is_wrong_is_refused_while_its_heart_beats_and_taken_over_when_it_has_stopped(
+    run_dir: RunDir, seconds: int
+) -> None:
+    write_json(run_dir.owner, ELSEWHERE)
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(BEAT_SECONDS):
+            os.utime(run_dir.owner, (0, time.time() + seconds))
+
+    os.utime(run_dir.owner, (0, time.time() + seconds))
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="with pid 7 on far works on this run folder") as refused:
+            _lock(run_dir).acquire()
+        assert not isinstance(refused.value, MachineError)
+    finally:
+        stop.set()
+        thread.join()
+    assert not _lock(run_dir).has_fresh_owner_elsewhere()
+    with while_nobody_trains(run_dir) as nobody:
+        assert nobody
+    lock = _lock(run_dir)
+    lock.acquire()
+    assert read_json(run_dir.owner)["pid"] == os.getpid()
+    lock.release()
+
+
+def test_a_lock_is_released_by_another_thread_than_took_it(run_dir: RunDir) -> None:
+    lock = _lock(run_dir)
+    thread = threading.Thread(target=lock.acquire)
+    thread.start()
+    thread.join()
+    lock.release()
+    with while_nobody_trains(run_dir) as nobody:
+        assert nobody
 
 
 def test_a_holder_on_another_machine_that_releases_meanwhile_leaves_the_folder_free(
