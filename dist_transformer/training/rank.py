@@ -129,21 +129,17 @@ def _recover(run: Run, diverged: Diverged) -> Recovery:
 
 def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
     """Locks the run folder for this job: rank 0 holds the lock and watches the stop file; all ranks raise a refusal."""
-    refusal: UserError | None = None
     lock = RunLock(run_dir)
-    if ranks.is_rank_zero:
-        try:
-            with writing(run_dir.path):
-                run_dir.path.mkdir(parents=True, exist_ok=True)
-                check_run_folder(run_dir)
-                check_output(run_dir.model, MODEL_FOLDER, is_model_folder)  # now, and not only after training
-                lock.acquire()
-            stop.watch_file(run_dir.stop_file)
-        except UserError as error:
-            refusal = error
-    refusal = ranks.broadcast_object(refusal)
-    if refusal is not None:
-        raise refusal.agreed()
+
+    def take() -> None:  # it may wait for longer than training.hang_seconds
+        with writing(run_dir.path):
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+            check_run_folder(run_dir)
+            check_output(run_dir.model, MODEL_FOLDER, is_model_folder)  # now, and not only after training
+            lock.acquire()
+        stop.watch_file(run_dir.stop_file)
+
+    run_on_rank_zero(ranks, take, lambda: None)
     return lock
 
 

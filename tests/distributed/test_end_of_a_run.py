@@ -1,6 +1,8 @@
-"""Ranks that wait for MLflow longer than training.hang_seconds: nobody is hung, whatever the wait is for."""
+"""Ranks that wait for MLflow, or for the lock, longer than training.hang_seconds: nobody is hung, whatever the wait is for."""
 
+import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from running import Command, records, with_constants
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import EXIT_REQUEUE
-from dist_transformer.files import read_json
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
 from dist_transformer.training.engine.schedule import learning_rate
 
 pytestmark = pytest.mark.slow
@@ -55,6 +58,26 @@ def test_a_stop_is_heard_after_the_last_step_and_the_next_start_does_the_rest(co
     assert (run / "model" / "model.safetensors").is_file()
     assert (run / "report.html").is_file()
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_lock_of_a_dead_holder_elsewhere_is_waited_for(command: Command) -> None:
+    run = RunDir(command.folder / "runs" / "locked")
+    run.path.mkdir(parents=True)
+    holder = {
+        "host": "far",
+        "boot": "another machine",
+        "pid": 7,
+        "job": None,
+        "attempt": 0,
+        "token": "x",
+        "started": 1.0,
+    }
+    write_json(run.owner, holder)
+    later = time.time() + 3600
+    os.utime(run.owner, (later, later))
+    slowly = with_constants({"run.lock.BEAT_SECONDS": HANG_SECONDS / 5})
+    settings = ("run.name=locked", f"training.hang_seconds={HANG_SECONDS}")
+    assert "finished at step 6" in command("train", "small.yaml", *settings, "--ranks", 2, **slowly)
 
 
 def test_a_run_that_diverged_goes_on(command: Command, waiting: tuple[str, ...]) -> None:
