@@ -49,13 +49,13 @@ def train_command(
     with forwarding_signals() as signals:  # from here on signals are forwarded to the ranks once they listen
         config, run_dir = _read(run, overrides, num_ranks)
         from dist_transformer.cli.end import run_as_command
-        from dist_transformer.data.prepare.progress import prepare_with_progress
+        from dist_transformer.data.prepare.progress import prepare_for_training
 
         def listening(work: Callable[[], object]) -> None:
             stop.listen()
             run_as_command(work)
 
-        prepare = partial(prepare_with_progress, config, stop)
+        prepare = partial(prepare_for_training, config, stop)
         train = partial(_train_as_rank, config, run_dir, stop, *given.values())
         sys.exit(run_local_ranks(partial(listening, prepare), partial(listening, train), arguments, num_ranks, signals))
 

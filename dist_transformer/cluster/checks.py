@@ -21,7 +21,7 @@ from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.model_size import checkpoints_bytes
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig, listed
-from dist_transformer.errors import UserError
+from dist_transformer.errors import DataError, UserError
 from dist_transformer.files import modified
 from dist_transformer.planning.vocabularies import with_counted_pieces
 from dist_transformer.run.attempts import newest_checkpoint
@@ -68,7 +68,7 @@ def submission_problems(
         *name_problems(run_dir),
         *_folder_problems(run_dir, checkpoints_bytes(config, num_parameters)),
         *_data_problems(config, run_dir),
-        *checkpoint_problems(config, run_dir),
+        *_checkpoint_problems(config, run_dir),
         *_measured_problems(config, run_dir),
         *([] if is_after_others else _initial_weights_problems(config, run_dir)),
         *job_problems(config, run_dir),
@@ -90,8 +90,9 @@ def slurm_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
 
 
 def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """`job_problems` and those of the initial weights, for `config check`, which submits nothing."""
+    """`job_problems`, and those of checkpoints and initial weights, for `config check`, which submits nothing."""
     yield from job_problems(config, run_dir)
+    yield from _checkpoint_problems(config, run_dir)
     yield from _initial_weights_problems(config, run_dir)
 
 
@@ -140,6 +141,17 @@ def _rank_problems(config: Config) -> Iterator[str]:
         yield f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 0 (CPU training); give their number there too"
 
 
+def _checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    yield from checkpoint_problems(config, run_dir)
+    if newest_checkpoint(run_dir):
+        from dist_transformer.data.prepare.preparation import refuse_other_corpus  # pyarrow
+
+        try:
+            refuse_other_corpus(config)
+        except DataError as error:
+            yield str(error)
+
+
 def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     given = config.training.init_from
     if given is None or newest_checkpoint(run_dir):  # the run resumes from its checkpoint
@@ -157,7 +169,7 @@ def _live_process(run_dir: RunDir) -> Iterator[str]:
     """Training that has a recent heartbeat: without Slurm, or in a job of which Slurm says nothing here."""
     owner = read_record(run_dir.owner)
     with suppress(FileNotFoundError):  # the process has just ended
-        if owner and time.time() - modified(run_dir.owner) < STALE_BEATS * BEAT_SECONDS:
+        if owner and abs(time.time() - modified(run_dir.owner)) < STALE_BEATS * BEAT_SECONDS:
             job = "without a job" if owner.get("job") is None else f"in job {owner['job']}"
             yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, {job}"
 

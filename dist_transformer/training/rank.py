@@ -15,7 +15,7 @@ import torch
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.schema import Config
-from dist_transformer.data.prepare.progress import prepare_with_progress
+from dist_transformer.data.prepare.progress import prepare_for_training
 from dist_transformer.distributed import group
 from dist_transformer.distributed.devices import has_gpus
 from dist_transformer.distributed.group import Ranks
@@ -52,7 +52,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     """
     _allow_open_files()
     config, precision = resolve_precision(config, has_gpus())
-    folder, manifest = prepare_with_progress(config, stop)
+    folder, manifest = prepare_for_training(config, stop)
     ranks = group.join(config.training.hang_seconds)
     torch.set_num_threads(_default_threads(ranks))
     if config.training.max_hours is not None:

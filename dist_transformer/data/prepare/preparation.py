@@ -89,6 +89,7 @@ def prepare(
     recipe = recipe or cache(partial(make_recipe, config))
     folder = folder or prepared_folder(config, recipe)
     if manifest := _complete_manifest(config, folder, recipe):
+        _clear_away(folder / WORK_FOLDER)  # the process that completed it was killed
         return manifest
     recipe()  # the errors of the text come before anything is written
     check_output(folder, "a prepared corpus", _is_begun)
@@ -121,9 +122,8 @@ def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
     if config.data.prepared is not None:
         return Path(config.data.prepared).absolute()
     recipe = recipe or cache(partial(make_recipe, config))
-    of_run = _corpus_of_run(config, Path(config.run.root))
     with suppress(DataError):  # it was prepared otherwise
-        if of_run is not None and _complete_manifest(config, of_run, recipe):
+        if (of_run := _corpus_of_run(config, Path(config.run.root))) and _complete_manifest(config, of_run, recipe):
             return of_run
     try:
         found = recipe()
@@ -135,6 +135,13 @@ def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
     digests = (json_digest(each)[:FOLDER_DIGITS] for each in (found, recipe_before_rules(found, config)))
     folder, older = (Path(config.run.root).absolute() / "prepared" / digest for digest in digests)
     return older if (older / MANIFEST_NAME).is_file() and not folder.exists() else folder
+
+
+def refuse_other_corpus(config: Config) -> None:
+    """Raises DataError if the corpus of the run's newest checkpoint was prepared with other settings. Reads no text."""
+    folder = _corpus_of_run(config, Path(config.run.root))
+    if folder and folder == Path(config.data.prepared or folder).absolute():
+        _complete_manifest(config, folder, partial(recipe_without_corpora, config))
 
 
 def _corpus_of_run(config: Config, root: Path) -> Path | None:
@@ -168,7 +175,6 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
     if any(_corpus_of_run(config, root) == folder for root in roots):
         recipe = {key: value for key, value in recipe.items() if key != "held_out"}
     refuse_other_recipe(folder, manifest.recipe, recipe)
-    _clear_away(folder / WORK_FOLDER)  # the process that completed it was killed
     return manifest
 
 

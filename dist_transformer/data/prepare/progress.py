@@ -20,6 +20,14 @@ if TYPE_CHECKING:  # at run time it would import numpy for every command
     from dist_transformer.data.manifest import Manifest
 
 
+def prepare_for_training(config: Config, stop: StopRequest) -> "tuple[Path, Manifest]":
+    """`prepare_with_progress`; a corpus that the checkpoints of the run could not go on with is refused before (DataError)."""
+    from dist_transformer.data.prepare.preparation import refuse_other_corpus
+
+    refuse_other_corpus(config)
+    return prepare_with_progress(config, stop)
+
+
 def prepare_with_progress(
     config: Config, stop: StopRequest | None = None, processes: int = 1
 ) -> "tuple[Path, Manifest]":

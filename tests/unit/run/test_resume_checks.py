@@ -8,19 +8,26 @@ from pathlib import Path
 import pytest
 from cluster_helpers import FakeSlurm, config_of, small_snapshot
 from fake_slurm import job_line
+from prepare_helpers import config_of as corpus_config
+from prepare_helpers import mixture_of, write_text
 
 from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster import submit as cluster_submit
-from dist_transformer.cluster.checks import busy_problems, submission_problems
+from dist_transformer.cluster.checks import busy_problems, start_problems, submission_problems
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import Config, ModelConfig
-from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.data.prepare.preparation import prepare, prepared_folder, refuse_other_corpus
+from dist_transformer.data.prepare.progress import prepare_for_training
+from dist_transformer.errors import CheckpointError, ConfigError, DataError, UserError
 from dist_transformer.files import write_json
+from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS, RunLock
 from dist_transformer.run.resume_checks import MODEL_FREE, recipe_of_checkpoint, recipe_settings
 from dist_transformer.run.status import look_at
+from dist_transformer.training.checkpoint.checkpoints import Checkpoint
+from dist_transformer.training.run_data import RunData, _refuse_changes
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +152,88 @@ def test_a_token_budget_that_was_found_is_no_change(yaml: Path, run_dir: RunDir)
     assert submission_problems(config, run_dir, 1) == []
 
 
+def _data_of(config: Config) -> RunData:
+    return RunData(config, prepared_folder(config), prepare(config))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The checkpoint, as far as it is read here, of a run beside the text of `corpus_config`."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_text(folder)
+    data = _data_of(corpus_config(folder))
+    for side in ("en", "de"):
+        (folder / f"seen.{side}").write_bytes((folder / f"train.{side}").read_bytes())
+    (folder / "mine.model").write_bytes((data.folder / data.manifest.tokenizer.source).read_bytes())
+    path = RunDir(folder / "runs" / data.config.run.name).checkpoints / "step_00000060"
+    state = {"step": 60, "recipe": data.recipe(), "settings": {"data": {"prepared": str(data.folder)}}}
+    write_json(path / "state.json", state)
+    return Checkpoint(path, json.loads((path / "state.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"data": {"test": {"source": "validation.en", "target": "validation.de"}}},
+        {"data": {"more_validation": {"seen": {"source": "seen.en", "target": "seen.de"}}}},
+        {"data": {"loader_workers": 2, "audit": True}},
+        {"data": {"filters": {"rules": {"held_out": True}}}},
+        {"training": {"max_steps": 7, "log_every_steps": 3}, "validation": {"metric": "bleu"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_corpus_with_which_training_goes_on_is_no_problem_of_the_checkpoint(
+    trained: Checkpoint, settings: dict[str, dict[str, object]], is_named: bool
+) -> None:
+    folder, run_dir = trained.path.parents[3], RunDir(trained.path.parents[1])
+    [prepared] = (run_dir.path.parent / "prepared").glob(f"{'[0-9a-f]' * 16}")
+    named = {"data": {**settings.get("data", {}), "prepared": str(prepared)}} if is_named else {}
+    config = corpus_config(folder, **(settings | named))
+    _refuse_changes(trained, _data_of(config).recipe(), set())
+    assert submission_problems(config, run_dir, 1) == []
+    assert [*start_problems(config, run_dir)] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"data": {"filters": {"max_tokens": 77}}}, "filters.max_tokens: 256 in the folder, 77 now"),
+        ({"data": {"filters": {"rules": {"letters": 0.1}}}}, "filters.rules.letters: None in the folder, 0.1 now"),
+        ({"data": {"normalization": "NFKC"}}, "normalization: 'none' in the folder, 'NFKC' now"),
+        ({"data": {"row_group_rows": 64}}, "row_group_rows: 32 in the folder, 64 now"),
+        ({"data": {"on_the_fly": True}}, "on_the_fly: False in the folder, True now"),
+        ({"data": {"source_language": "fr"}}, "source_language: 'en' in the folder, 'fr' now"),
+        ({"data": mixture_of(one={"source": "train.en", "target": "train.de"})}, "training_order: "),
+        ({"tokenizer": {"vocabulary_size": 248}}, "tokenizer.vocabulary_size: 240 in the folder, 248 now"),
+        ({"tokenizer": {"source_model": "mine.model"}}, "tokenizer.vocabulary_size: 240 in the folder, None now"),
+        ({"run": {"seed": 4}}, "seed: 3 in the folder, 4 now"),
+    ],
+    ids=str,
+)
+def test_a_corpus_with_which_training_could_not_go_on_is_refused_before_it_is_prepared(
+    trained: Checkpoint, setting: dict[str, dict[str, object]], said: str, tmp_path: Path
+) -> None:
+    folder, run_dir = trained.path.parents[3], RunDir(trained.path.parents[1])
+    if (model := setting.get("tokenizer", {}).get("source_model")) is not None:
+        setting = {"tokenizer": {"source_model": str(folder / str(model)), "target_model": str(folder / str(model))}}
+    config = corpus_config(folder, **setting)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(DataError) as early:
+        prepare_for_training(config, StopRequest())
+    assert "this folder was prepared with other settings" in str(early.value)
+    assert said in str(early.value)
+    assert sorted(folder.rglob("*")) == before
+    assert str(early.value) in [*start_problems(config, run_dir)]
+    assert str(early.value) in submission_problems(config, run_dir, 1)
+    assert submission_problems(config, run_dir, 1, is_anew=True) == []
+    elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"prepared": str(tmp_path / "other")})})
+    refuse_other_corpus(elsewhere)
+    with pytest.raises(CheckpointError, match="these have changed"):
+        _refuse_changes(trained, _data_of(elsewhere).recipe(), set())
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
 def test_a_checkpoint_whose_state_cannot_be_read_is_left_to_training(yaml: Path, run_dir: RunDir, text: str) -> None:
     _save(run_dir, load_config(yaml))
@@ -215,9 +304,10 @@ def test_a_process_without_a_job_works_on_the_run_folder_while_its_heart_beats(
         lock.release()
     assert busy_problems(run_dir) == []
     write_json(run_dir.owner, {"host": "n1", "pid": 7, "job": None})
-    old = time.time() - STALE_BEATS * BEAT_SECONDS - 1
-    os.utime(run_dir.owner, (old, old))
-    assert busy_problems(run_dir) == []
+    for seconds in (-STALE_BEATS * BEAT_SECONDS - 1, 3600):
+        os.utime(run_dir.owner, (0, time.time() + seconds))
+        assert busy_problems(run_dir) == []
+        assert not look_at(run_dir).is_alive(time.time() - 3600)
 
 
 def test_a_process_in_a_job_works_on_the_run_folder_unless_slurm_says_that_its_job_is_over(

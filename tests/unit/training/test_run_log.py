@@ -51,7 +51,7 @@ def test_the_limit_on_open_files_is_raised_and_named_where_it_is_reached(
 ) -> None:
     """Rank 0 has four for each rank."""
     config, lock = Config(data={"train": {"demo": "train"}}), SimpleNamespace(release=lambda: None)
-    made = {"prepare_with_progress": (tmp_path, SimpleNamespace(digest="x")), "_lock": lock, "_set_up_logging": None}
+    made = {"prepare_for_training": (tmp_path, SimpleNamespace(digest="x")), "_lock": lock, "_set_up_logging": None}
     for name, value in made.items():
         monkeypatch.setattr(rank, name, Mock(return_value=value))
     monkeypatch.setattr(rank.group, "join", Mock(return_value=ranks))
