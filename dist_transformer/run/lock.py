@@ -24,8 +24,6 @@ from dist_transformer.run.folder import RunDir
 BEAT_SECONDS = 5.0
 STALE_BEATS = 6
 """Number of beats without a touch of its file after which a holder counts as dead."""
-WATCHED_BEATS = 2
-"""Number of beats for which the file is watched in any case: its time may be by the clock of another machine."""
 
 
 class RunLock:
@@ -74,9 +72,8 @@ class RunLock:
 
     def has_fresh_owner_elsewhere(self) -> bool:
         """True if a process on another machine, which this machine's lock may not keep out, has a fresh heartbeat."""
-        holder, age = self._holder(), self._seconds_since_beat()
-        is_here = holder.get("boot") == _boot()  # one kernel: its lock is reliable
-        return bool(holder) and not is_here and age is not None and abs(age) < STALE_BEATS * self._beat_seconds
+        age = self._seconds_since_beat() if self._holder().get("boot", _boot()) != _boot() else None
+        return age is not None and abs(age) < STALE_BEATS * self._beat_seconds
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
@@ -94,10 +91,7 @@ class RunLock:
             os.utime(self._owner)
 
     def _is_held_from_elsewhere(self) -> bool:
-        """True if a process on another machine is alive that the file system's lock did not keep out: its file changes.
-
-        For how long it is watched, this machine's clock decides: the file's time may be wrong in either direction.
-        """
+        """True if a process on another machine is alive that the file system's lock did not keep out: its file changes."""
         refresh(self._folder)  # its file may be new
         holder = self._holder()
         if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is reliable
@@ -105,7 +99,8 @@ class RunLock:
         with suppress(FileNotFoundError):  # it ends meanwhile
             seen = self._owner.stat().st_mtime
             rest = STALE_BEATS - (self._seconds_since_beat() or 0.0) / self._beat_seconds
-            until = time.monotonic() + min(max(rest, WATCHED_BEATS), STALE_BEATS) * self._beat_seconds
+            # By the clock of this machine, and two beats at least: the file's time may be by that of another one.
+            until = time.monotonic() + min(max(rest, 2), STALE_BEATS) * self._beat_seconds
             while time.monotonic() < until:
                 time.sleep(self._beat_seconds / 5)
                 if self._owner.stat().st_mtime != seen:
