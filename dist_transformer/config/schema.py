@@ -312,7 +312,7 @@ class TrackingConfig(Section):
         "<run.root>/mlflow.db. A user and password belong into MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
     )
-    experiment: Str = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
+    experiment: Str = Field("dist-transformer", min_length=1, max_length=500, description="Experiment of new runs.")
     register_as: Str | None = Field(
         None,
         pattern=r"^[^/:']+$",

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ REMEDIES = {
     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
     (NO_LOGGED_MODELS := r"logged-models\S* failed with error code 404"): "a server older than MLflow 3 has none",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
+    "readonly database": "was mlflow.db moved or replaced? A new start, or track sync, opens it again",
 }
 """Remedies by a pattern in the server's answer."""
 _NO_SERVER = (
@@ -88,6 +90,7 @@ CONTEXT_TAG = "mlflow.data.context"
 LONGEST_DIGEST = 36
 """Length limit of MLflow; the dataset's profile has the full digest."""
 DATABASE_LOCK_SECONDS = 60
+_warn_once = cache(logger.warning)
 ENDED = {"FINISHED", "FAILED", "KILLED"}
 
 
@@ -220,8 +223,11 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
             found = client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
         if not found.info.run_id or not found.info.experiment_id:
             raise ServerTrouble("its answers are not those of MLflow: something else is at this address")
+        experiment = client.get_experiment(found.info.experiment_id).name
+        if experiment != target.experiment:
+            words = "MLflow run %s stays in experiment %r: MLflow cannot move a run to %r (tracking.experiment)"
+            _warn_once(words, found.info.run_id, experiment, target.experiment)
         if found.info.lifecycle_stage == "deleted":
-            experiment = client.get_experiment(found.info.experiment_id).name
             _experiment_id(client, replace(target, experiment=experiment))  # restored too, if it was deleted
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)

@@ -182,6 +182,19 @@ def test_a_run_deleted_on_the_server_is_restored(stored_run_dir: RunDir, client:
     assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
 
 
+def test_a_run_stays_in_its_experiment_and_says_so_once(
+    stored_run_dir: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(stored_run_dir).close("SCHEDULED")
+    assert "stays in experiment" not in caplog.text
+    settings = settings_of(None).model_copy(update={"experiment": "other"})
+    for _ in range(2):
+        sync(stored_run_dir, settings, stored_run_dir.path.parent)
+    words = f"MLflow run {run_id_of(stored_run_dir)} stays in experiment 'dist-transformer': MLflow cannot move a run to 'other'"
+    assert caplog.text.count(words) == 1
+    assert client.get_experiment_by_name("other") is None
+
+
 def test_a_run_the_server_does_not_know_is_made_anew_with_its_whole_history(
     stored_run_dir: RunDir, client: MlflowClient
 ) -> None:
