@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +19,7 @@ from dist_transformer.config.metrics import is_better
 from dist_transformer.config.schema import Config
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import MachineError
-from dist_transformer.files import is_file, patiently, read_json, write_json, write_text
+from dist_transformer.files import flush_to_disk, is_file, patiently, read_json, write_json, write_text
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
@@ -56,6 +56,13 @@ class RunLog:
         self._samples.rewind(state.step)
         if self.audit is not None:
             self.audit.rewind(state.batches, "batch")
+
+    def flush(self) -> None:
+        """Brings the records onto the disk, so that a power loss does not take those before a checkpoint and leave it."""
+        run_dir = self._run_dir
+        for path in (run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.tracking_events):
+            with _warned_of_disk(path), suppress(FileNotFoundError):
+                flush_to_disk(path)
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Deletes checkpoints that are not to be kept, and reports this one to MLflow and run.json."""

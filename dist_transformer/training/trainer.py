@@ -216,6 +216,9 @@ def _loop(
     reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
+    every = (changes.former or changes.settings)["training"]["log_every_steps"]
+    if run_log and (newest := recorded["train"]["step"]) < state.step - every:
+        log.warning("records    %s: those after step %d are lost: a power loss?", run.run_dir.metrics, newest)
     validator = open_validator(run, engine)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks)
@@ -226,8 +229,8 @@ def _loop(
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
     validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
-    saved = run_log.checkpoint_saved if run_log else lambda step, path: None
-    saver = CheckpointSaver(writer, engine, saved, metrics.stood_still)
+    flush, saved = (run_log.flush, run_log.checkpoint_saved) if run_log else (lambda: None, lambda step, path: None)
+    saver = CheckpointSaver(writer, engine, flush, saved, metrics.stood_still)
     settings, doing = config.data, run.doing("reading windows")
     loader = data.loader(state.position, state.batches, ranks.rank, ranks.num_ranks, settings.loader_workers, doing)
     batches = GlobalBatchPrefetcher(loader, ranks, run.manifest.training, settings.lanes, state.batches)

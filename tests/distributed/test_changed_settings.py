@@ -54,6 +54,7 @@ def test_a_resume_that_changes_nothing_says_and_keeps_nothing(train_small):
     RunDir(run).config.write_text("{", encoding="utf-8")  # what it was is in the checkpoint
     train_small("unchanged", *ENOUGH, "training.max_hours=0.000001", code=75)
     assert records(run, "changed", "history.jsonl") == []
+    assert "are lost" not in (run / "train.log").read_text()
     assert not list(run.glob("config.until_*"))
 
 
@@ -78,7 +79,10 @@ def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_confi
     state = read_json(step_3 / "state.json")
     del state["settings"]
     _write_state(step_3, state)
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines(keepends=True)[0])
     train_small("older", *LATER)
+    said = f"records    {run}/metrics.jsonl: those after step 1 are lost"
+    assert said in (run / "train.log").read_text()
     [changed] = records(run, "changed", "history.jsonl")
     assert changed["settings"] == {"training.max_steps": [3, 6]}
 

@@ -19,6 +19,7 @@ class CheckpointSaver:
     """Begins and ends saves.
 
     Args:
+        flush: called before a checkpoint becomes complete: brings the records that it continues onto the disk.
         saved: called with step and folder of each checkpoint that this start wrote, when it is complete; on every rank.
         stood_still: called with the seconds that training waited.
     """
@@ -27,11 +28,12 @@ class CheckpointSaver:
         self,
         writer: AsyncWriter,
         engine: "Engine",
+        flush: Callable[[], None],
         saved: Callable[[int, Path], None],
         stood_still: Callable[[float], None],
     ) -> None:
         self._writer, self._engine = writer, engine
-        self._saved, self._stood_still = saved, stood_still
+        self._flush, self._saved, self._stood_still = flush, saved, stood_still
         self._begun = self._done = -1  # steps
 
     @property
@@ -75,6 +77,7 @@ class CheckpointSaver:
 
     def _finish(self, is_last: bool) -> None:
         started = time.monotonic()
+        self._flush()
         saved = self._writer.finish()
         if saved.path is None:
             self._begun = self._done

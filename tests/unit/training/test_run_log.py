@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.training import finish, rank, run_log
 from dist_transformer.training.metrics.console import Terminal
-from dist_transformer.training.run_log import add_to_history, is_best_so_far, note
+from dist_transformer.training.run_log import RunLog, add_to_history, is_best_so_far, note
 from dist_transformer.training.validation import translation
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 
@@ -88,6 +89,26 @@ def marked(metric: str, validations: dict[int, float], saves: list[int], regular
             if is_best_so_far(state, metric):
                 best.append(step)
     return best
+
+
+def test_records_are_brought_onto_the_disk_and_its_errors_are_warnings(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir.path.mkdir()
+    run_log = RunLog(Config(data={"train": {"demo": "train"}}), run_dir, None, None)
+    run_dir.tracking_events.write_text("{}\n")
+    flushed, fsync = [], os.fsync
+
+    def recorded(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    run_log.flush()
+    assert {*flushed} == {run_dir.metrics, run_dir.samples, run_dir.tracking_events}
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    run_log.flush()
+    assert caplog.text.count("Input/output error") == 3
 
 
 def test_the_best_checkpoint_is_the_best_of_all_validations_so_far():

@@ -16,6 +16,7 @@ from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer, checkpoints
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
+from dist_transformer.training.checkpoint.saver import CheckpointSaver
 from dist_transformer.training.checkpoint.tensor_files import Weights, file_name
 
 NO_SPACE = OSError(28, "No space left on device")
@@ -115,6 +116,23 @@ def test_training_goes_on_while_it_is_written_and_changes_nothing_of_it(run_dir,
     weights = Weights(run_dir.checkpoints / "step_00000005")
     assert all(torch.equal(weights[name], tensor) for name, tensor in MemoryEngine(5).tensors["weight"].items())
     assert read_json(run_dir.checkpoints / "step_00000005" / "state.json")["interval"] == {"pairs": {"a": 1}}
+
+
+def test_the_records_are_on_disk_before_the_checkpoint_is_complete(run_dir):
+    seen = []
+
+    def work(ranks):
+        saver = CheckpointSaver(
+            saver_of(run_dir, ranks),
+            MemoryEngine(5),
+            lambda: seen.append(folders(run_dir)),
+            lambda step, path: seen.append(path.name),
+            lambda seconds: None,
+        )
+        saver.save_last(5, lambda: state_of(5))
+
+    alone(work)
+    assert seen == [["step_00000005.tmp"], "step_00000005"]
 
 
 def test_the_copy_is_allocated_once(run_dir, monkeypatch):
