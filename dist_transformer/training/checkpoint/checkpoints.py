@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import file_sha256, is_file, patiently, read_json, refresh
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, read_state
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only reads checkpoints
@@ -78,8 +79,8 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     Rank 0 only, with the run folder's lock held: it also deletes the files of a killed save.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is complete: a run never silently starts again from scratch. Or
-            the newest complete one is of another version of the format.
+        CheckpointError: there are checkpoints, but none is complete, or there were some: a run never silently starts again
+            from scratch. Or the newest complete one is of another version of the format.
     """
     refresh(run_dir.checkpoints)  # another machine may have saved since this one looked last
     for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
@@ -102,6 +103,11 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
         raise CheckpointError(
             f"{run_dir.checkpoints}: has checkpoints, but none is complete. To train again from scratch, choose another "
             "run.name or move this folder away."
+        )
+    if not diverged and (step := read_record(run_dir.state).get("step", 0)) > 0:  # noted once that is saved
+        raise CheckpointError(
+            f"{run_dir.checkpoints}: has no checkpoint, but {run_dir.state.name} says that step {step} was saved: were they "
+            "purged? Restore them; to train again from scratch, choose another run.name or move this folder away."
         )
     if diverged:
         log.warning("%s: all checkpoints are of steps that diverged (%s)", run_dir.checkpoints, ", ".join(diverged))

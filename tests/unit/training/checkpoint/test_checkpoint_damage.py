@@ -16,6 +16,7 @@ from dist_transformer.config.schema import CheckpointConfig, DivergenceConfig
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError, MachineError
+from dist_transformer.files import write_json
 from dist_transformer.interop.model_folder import open_safetensors
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training import run_log
@@ -194,8 +195,20 @@ def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, 
     assert folders(run_dir) == ["step_00000002", f"{NEWEST}.diverged"]
     assert contents(run_dir.checkpoints / f"{NEWEST}.diverged") == again
     assert checkpoints.set_aside_from(run_dir, 1) == ["step_00000002"]
+    write_json(run_dir.state, {"step": 3})
     assert checkpoints.newest_complete(run_dir, RUN_ID) is None
     assert "all checkpoints are of steps that diverged" in caplog.text
+
+
+@pytest.mark.parametrize("purged", ["checkpoints", "checkpoints/*"])
+def test_a_run_whose_checkpoints_were_purged_does_not_begin_again(run_dir, purged):
+    write_json(run_dir.state, {"step": 0, "state": "failed"})
+    for path in run_dir.path.glob(purged):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert checkpoints.newest_complete(run_dir, RUN_ID) is None  # died before its first checkpoint
+    write_json(run_dir.state, {"step": 3, "state": "failed"})
+    with pytest.raises(CheckpointError, match=r"has no checkpoint, but run\.json says that step 3 was saved: were they pu"):
+        checkpoints.newest_complete(run_dir, RUN_ID)
 
 
 # ---------------------------------------------------------------------------------------------- a disk that stutters
