@@ -7,7 +7,7 @@ from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.queue import QueuedJob, job_now
 from dist_transformer.cluster.reasons import is_held, waiting_in_words
-from dist_transformer.cluster.run_ref import find_run
+from dist_transformer.cluster.run_ref import find_run, own_job
 from dist_transformer.cluster.slurm import cancel_job, release_job
 from dist_transformer.errors import UserError
 from dist_transformer.run.status import look_at
@@ -17,7 +17,7 @@ def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
     """Ask a run to save and end at its next step. Its job is not requeued; `resume` continues the run."""
     target = find_run(run, root)
     run_dir = target.run_dir
-    slurm = ask_slurm(target.job_id)
+    slurm = ask_slurm(target)
     job = slurm.job
     if (job is None or job.is_over) and look_at(run_dir).state == "finished":
         raise UserError(f"{run_dir.path}: is finished; nothing to stop")
@@ -40,7 +40,7 @@ def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
     target = find_run(run, root)
     if target.job_id is None:
         raise UserError(f"{target.run_dir.path}: has no job to cancel: it was not given to Slurm; `stop` works on it")
-    job = job_now(target.job_id)
+    job = own_job(job_now(target.job_id), target.run_dir)
     if job is None or job.is_over:
         raise UserError(f"{target.run_dir.path}: nothing to cancel: {_why_idle(job, target.job_id)}")
     cancel_job(target.job_id)
@@ -50,7 +50,7 @@ def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
 def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS) -> None:
     """Submit a run again, from its newest checkpoint. A job of it that is held is released instead."""
     target = find_run(run, root)
-    job = job_now(target.job_id) if target.job_id else None
+    job = own_job(job_now(target.job_id), target.run_dir) if target.job_id else None
     if job is None or job.is_over:
         submit_run(target.run_dir.path, overrides or [])
         return
@@ -70,4 +70,4 @@ def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS
 def _why_idle(job: QueuedJob | None, job_id: str | None) -> str:
     if job is not None:
         return f"job {job.job_id} is over ({job.state})"
-    return "it does not run" if job_id is None else f"Slurm does not know job {job_id} (any more)"
+    return "it does not run" if job_id is None else f"Slurm does not know job {job_id} of this run (any more)"

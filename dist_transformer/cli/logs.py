@@ -52,7 +52,7 @@ def logs_command(
 def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
     """Print the stacks of each rank of a running run: all threads, also while they wait in a collective."""
     target = find_run(run, root)
-    slurm = ask_slurm(target.job_id)
+    slurm = ask_slurm(target)
     job = slurm.job
     if job is not None and job.state == "RUNNING":
         _print_stacks(stacks_of_job(target.run_dir, job))
@@ -73,7 +73,7 @@ def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
 
 def is_over(target: RunRef) -> bool:
     """True if nothing will be added to the run's log, according to its job, or without one to run.json."""
-    slurm = ask_slurm(target.job_id)
+    slurm = ask_slurm(target)
     if slurm.was_asked:
         return slurm.job is None or slurm.job.is_over
     view = look_at(target.run_dir)
@@ -87,7 +87,7 @@ def _log(target: RunRef, named: str | None, *, waits: bool) -> Path:
     """
     find = partial(log_of_job, target.run_dir, named) if named else partial(log_of_run, target.run_dir, target.job_id)
     path = find()
-    job = ask_slurm(target.job_id).job if path is None and waits else None
+    job = ask_slurm(target).job if path is None and waits else None
     if job is not None and not job.is_over:
         state = f"waits: {waiting_in_words(job.reason)}" if job.state == "PENDING" else f"is {job.state}"
         typer.echo(f"job {target.job_id} {state}; its log is followed as soon as there is one", err=True)
@@ -98,7 +98,7 @@ def _log(target: RunRef, named: str | None, *, waits: bool) -> Path:
 
 
 def _no_log(target: RunRef, named: str | None) -> UserError:
-    folder, job = target.run_dir.path, ask_slurm(target.job_id).job
+    folder, job = target.run_dir.path, ask_slurm(target).job
     if job is not None and not job.is_over:
         why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""
         return UserError(f"{folder}: has no log yet: job {target.job_id} is {job.state}{why}")

@@ -14,6 +14,7 @@ from dist_transformer.cluster.checks import name_problems, sbatch_problems, slur
 from dist_transformer.cluster.jobs import job_of
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import known_jobs
+from dist_transformer.cluster.run_ref import own_job
 from dist_transformer.cluster.script import render_script
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
@@ -183,5 +184,5 @@ def _jobs_of(pipeline: Pipeline) -> dict[str, str]:
     noted = {name: read_record(RunDir(pipeline.folder(name)).job) for name in pipeline.nodes}
     ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
     known = {} if sbatch_problems() else known_jobs([*filter(None, ids.values())])
-    jobs = {name: known[job_id] for name, job_id in ids.items() if job_id in known}
-    return {name: f"job {ids[name]} {job.state.lower()}" for name, job in jobs.items() if not job.is_over}
+    jobs = {name: own_job(known.get(job_id), RunDir(pipeline.folder(name))) for name, job_id in ids.items()}
+    return {name: f"job {ids[name]} {job.state.lower()}" for name, job in jobs.items() if job and not job.is_over}

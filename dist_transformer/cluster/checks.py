@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from dist_transformer.cluster.queue import known_jobs, seconds_of
-from dist_transformer.cluster.run_ref import newest_job_id
+from dist_transformer.cluster.run_ref import newest_job_id, own_job
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.slurm import is_job_id
 from dist_transformer.config.checks import check_lanes, file_problems, run_name_problems
@@ -118,7 +118,8 @@ def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
     job, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
     ids = [*filter(is_job_id, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir), of_owner])]
-    known = {} if sbatch_problems() else known_jobs(ids)
+    found = {} if sbatch_problems() else known_jobs(ids)
+    known = {job_id: job for job_id, job in found.items() if own_job(job, run_dir)}
     busy = [f"job {job_id} already works on it ({job.state})" for job_id, job in known.items() if not job.is_over]
     return [
         f"run folder {run_dir.path}: {who}; wait for it, end it with "

@@ -13,7 +13,7 @@ from typing import Any
 from dist_transformer.cluster.logs import log_of_run
 from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, known_jobs
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
-from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, refuse_unreadable, worked_on
+from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, own_job, refuse_unreadable, worked_on
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
@@ -27,7 +27,7 @@ Document = dict[str, Any]
 def report(target: RunRef) -> Document:
     """Document of one run and its job."""
     view, now = look_at(target.run_dir), time.time()
-    slurm = ask_slurm(target.job_id)
+    slurm = ask_slurm(target)
     job, said = slurm.job, [slurm.problem] if slurm.problem else []
     is_over = slurm.was_asked and (job is None or job.is_over) and target.job_id == newest_job_id(target.run_dir)
     waits = job is not None and job.state in WAITING
@@ -86,7 +86,7 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     except SlurmError as error:  # the list of runs is useful without it
         known, problem = {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
     return [
-        {**_row(view, job_id, known.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
+        {**_row(view, job_id, own_job(known.get(job_id or ""), view.run_dir)), "slurm_problem": problem if job_id in asked else None}
         for view, job_id in zip(views, ids, strict=True)
     ]
 
@@ -96,7 +96,7 @@ class Answer:
     """Slurm's answer about a job.
 
     Attributes:
-        was_asked: False where there is no job, or Slurm does not answer.
+        was_asked: False where there is no job, Slurm does not answer, or it knows another one with that id.
         problem: why the job is not known; None without a problem.
     """
 
@@ -105,14 +105,16 @@ class Answer:
     problem: str | None
 
 
-def ask_slurm(job_id: str | None) -> Answer:
-    """Asks Slurm about a job; without Slurm the answer says so."""
-    if job_id is None:
+def ask_slurm(target: RunRef) -> Answer:
+    """Asks Slurm about a run's job; without Slurm the answer says so."""
+    if (job_id := target.job_id) is None:
         return Answer(None, False, None)
     try:
-        job = job_now(job_id)
+        found = job_now(job_id)
     except SlurmError as error:
         return Answer(None, False, f"Slurm was not asked about job {job_id}: {str(error).splitlines()[0]}")
+    if (job := own_job(found, target.run_dir)) is not found:
+        return Answer(None, False, f"job {job_id} of this Slurm is not this run's: look on the cluster that has it")
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
 
 

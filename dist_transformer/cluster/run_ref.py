@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.cluster.jobs import COMMENT
 from dist_transformer.cluster.queue import QueuedJob, jobs_of
 from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.errors import UserError
@@ -53,6 +54,19 @@ def find_run(text: str, root: Path) -> RunRef:
     if not is_run_folder(found):
         raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
     return RunRef(RunDir(found), text)
+
+
+def own_job(job: QueuedJob | None, run_dir: RunDir) -> QueuedJob | None:
+    """The job, unless it is another one with the id of a job of this run: clusters that share a file system count alike.
+    The comment decides; jobs that were started by hand or by an earlier version have none, and sacct may not keep it."""
+    if job is None or job.source == "sacct" and job.folder is None:
+        return job
+    if job.folder is None:
+        note = read_record(run_dir.job)
+        ids = (note.get("job_id"), *note.get("stages", {}).values())
+        return None if job.job_id in ids and COMMENT in str(note.get("command")) else job
+    is_moved = not os.path.isdir(job.folder)
+    return job if is_moved or os.path.samefile(job.folder, run_dir.path) else None
 
 
 def refuse_unreadable(folder: Path) -> None:

@@ -21,6 +21,7 @@ from dist_transformer.cli.main import app
 from dist_transformer.cli.search_options import noting_tags
 from dist_transformer.cluster.requeue import decide
 from dist_transformer.cluster.run_ref import RunRef
+from dist_transformer.cluster.submit import note_job
 from dist_transformer.files import write_json
 from dist_transformer.format import duration
 from dist_transformer.run.folder import RunDir
@@ -340,7 +341,7 @@ def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDi
     slurm.answers("squeue", job_line("5", "COMPLETED"))
     assert "nothing to stop: job 5 is over (COMPLETED)" in refusal("stop", run_dir.path)
     slurm.has_forgotten()
-    assert "nothing to stop: Slurm does not know job 5 (any more)" in refusal("stop", run_dir.path)
+    assert "nothing to stop: Slurm does not know job 5 of this run (any more)" in refusal("stop", run_dir.path)
     assert "nothing to stop: it does not run" in refusal("stop", make_run(run_dir.path.parent / "b", "failed").path)
     assert not run_dir.stop_file.exists()
 
@@ -382,6 +383,41 @@ def test_cancel_of_somebody_elses_job_says_slurms_words(slurm: FakeSlurm, run_di
     assert "scancel refused: scancel: error: Kill job error on job id 5: Access/permission denied" in refusal(
         "cancel", run_dir.path
     )
+
+
+@pytest.fixture(params=["another run's", "somebody's"])
+def foreign(request: pytest.FixtureRequest, slurm: FakeSlurm, run_dir: RunDir) -> RunDir:
+    """The run of a job 5 on another cluster with the same disk; the job 5 of this cluster is another one."""
+    other = make_run(run_dir.path.with_name("other_1")).path
+    comments = {"another run's": f"dist-transformer:{other}", "somebody's": "(null)"}
+    note_job(run_dir, {"train": "5"}, f"sbatch --comment=dist-transformer:{run_dir.path}")
+    slurm.answers("squeue", job_line("5", "PENDING", comment=comments[request.param]))
+    slurm.answers("scancel")
+    return run_dir
+
+
+def test_another_job_with_the_id_of_a_runs_job_is_left_alone(
+    slurm: FakeSlurm, foreign: RunDir, submitted: list[tuple[Path, list[str]]]
+) -> None:
+    beat(foreign, time.time())
+    why = "job 5 of this Slurm is not this run's: look on the cluster that has it"
+    document = json.loads(call("status", foreign.path, "--json").stdout)
+    assert (document["job"], document["state"], document["warnings"]) == (None, "running", [why])
+    assert "PENDING" not in call("list", foreign.path.parent).stdout
+    assert "Slurm does not know job 5 of this run (any more)" in refusal("cancel", foreign.path)
+    assert why in call("stop", foreign.path).stderr
+    assert foreign.stop_file.exists()
+    assert slurm.arguments("scancel") == []
+    assert call("resume", foreign.path).exit_code == 0
+    assert submitted == [(foreign.path, [])]
+
+
+def test_the_job_of_a_run_folder_that_was_moved_is_still_its_own(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    note_job(run_dir, {"train": "5"}, "sbatch --comment=dist-transformer:/gone/away")
+    slurm.answers("scancel")
+    for comment in ("/gone/away", f"{run_dir.path}/../{run_dir.name}"):
+        slurm.answers("squeue", job_line("5", "RUNNING", comment=f"dist-transformer:{comment}"))
+        assert "job 5 is cancelled" in call("cancel", run_dir.path).stdout
 
 
 @pytest.fixture

@@ -287,6 +287,8 @@ def test_a_job_that_was_started_by_hand_works_on_the_run_folder_too(run_dir: Run
     )
     fake_slurm.set_jobs(job_line("99", "COMPLETED") + "\n")
     assert busy_problems(run_dir) == []
+    fake_slurm.set_jobs(job_line("99", "RUNNING", comment=f"dist-transformer:{run_dir.path.parent}") + "\n")
+    assert busy_problems(run_dir) == []  # another cluster's job, with the same number
 
 
 def test_a_process_without_a_job_works_on_the_run_folder_while_its_heart_beats(
