@@ -90,7 +90,7 @@ def report_command(file: File, overrides: Overrides = None) -> None:
 
 
 def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *, dry_run: bool) -> None:
-    """Submits the nodes that are not done, a job each, which waits for the jobs of the nodes that it reads.
+    """Submits the nodes that are not done and have no job, a job each, which waits for the jobs of the nodes that it reads.
 
     Raises ConfigError: problems, before anything is submitted; SlurmError: sbatch failed, after the jobs in the message.
     """
@@ -108,23 +108,26 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
             print(replace(submission, after=waits).listing)
         return
     with locked(pipeline.root):
-        if problems := [
-            *sbatch_problems(),
-            *(f"{name}: {job} works on it" for name, job in _jobs_of(pipeline).items()),
-        ]:
+        jobs, reads = _jobs_of(pipeline), {name: node.reads for name, node in pipeline.nodes.items()}
+        left = [name for name in due if name not in jobs]  # of a submission that was cut off, as by a limit of the QOS
+        kept = [job for job in jobs if left and not states[job].restarts and not {*reads[job]} & {*left}]
+        busy = (f"{name}: {job} works on it" for name, job in jobs.items() if name not in kept)
+        if problems := [*sbatch_problems(), *busy]:
             raise ConfigError(problems, "cannot submit:")
+        due = left
         planned = _planned(pipeline, due, anew)  # before a folder is renamed
         states = set_aside(pipeline, states)
         again = _planned(pipeline, [name for name in anew if states[name].is_due], [])
         planned = {name: again.get(name, each) for name, each in planned.items() if states[name].is_due}
-        ids: dict[str, str] = {}
+        ids, before = dict[str, str](), {name: job.split()[1] for name, job in jobs.items()}
         for name, submission in planned.items():
             begin(pipeline, name, states[name], "submitted")
-            waits = tuple(ids[other] for other in pipeline.nodes[name].reads if other in ids) or after
+            waits = tuple(each for other in reads[name] if (each := ids.get(other, before.get(other)))) or after
             try:
                 [ids[name]] = submit(replace(submission, after=waits)).values()
             except UserError as error:
-                back = f"\n  already submitted; to take it back: scancel {' '.join(ids.values())}" if ids else ""
+                again = f"the same command submits the rest; to take it back: scancel {' '.join(ids.values())}"
+                back = f"\n  already submitted: {', '.join(ids)}; {again}" if ids else ""
                 kind = MachineError if isinstance(error, MachineError) else SlurmError
                 raise kind(f"node {name}: {error}{back}") from error
             print(f"submitted job {ids[name]}: {name} ({pipeline.nodes[name].kind})")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_helpers import FakeSlurm, small_snapshot
+from cluster_helpers import SBATCH, FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
 import dist_transformer
@@ -382,6 +382,32 @@ def test_a_dry_run_of_a_pipeline_shows_the_nodes_that_begin_anew(
     assert sorted(pipeline.parent.rglob("*")) == before
     submit_pipeline(pipeline, [changed], (), dry_run=False)
     assert {path.name for path in (pipeline.parent / "root").glob("*.1")} == {"teacher.1", "forward.1", "kept.1"}
+
+
+def test_what_a_limit_of_the_queue_left_of_a_pipeline_is_submitted_while_its_jobs_wait(
+    pipeline: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    fake_slurm.program("sbatch", f'cd "$(dirname "$0")"; [ ! -e call-0.argv ] || {{ echo "{refusal}" >&2; exit 1; }}{SBATCH}')
+    with pytest.raises(SlurmError, match=r"(?s)node forward: .*already submitted: teacher; the same command submits the"):
+        submit_pipeline(pipeline, [], (), dry_run=False)
+    fake_slurm.program("sbatch", SBATCH)
+    comment = f"dist-transformer:{pipeline.parent}/root/teacher"
+    fake_slurm.set_jobs(job_line("4711", "PENDING", comment=comment) + "\n")
+    with pytest.raises(ConfigError, match="teacher: job 4711 pending works on it"):  # it would begin anew
+        submit_pipeline(pipeline, ["nodes.teacher.set.data.lanes=9"], (), dry_run=False)
+    submit_pipeline(pipeline, [], ("9",), dry_run=False)
+    waits = [word for call in fake_slurm.calls for word in call if word.startswith("--dependency")]
+    assert waits == ["--dependency=afterok:4711", "--dependency=afterok:4712"]
+    assert "submitted job 4713: kept (filter)\n2 jobs for 3 nodes" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="forward: job 4712 pending works on it"):  # nothing is left to submit
+        lines = zip(("4711", "4712", "4713"), ("teacher", "forward", "kept"), strict=True)
+        of_nodes = [job_line(each, "PENDING", comment=comment.replace("teacher", name)) for each, name in lines]
+        fake_slurm.set_jobs("\n".join(of_nodes) + "\n")
+        submit_pipeline(pipeline, [], (), dry_run=False)
+    fake_slurm.set_jobs(of_nodes[1] + "\n")  # the job before it has failed: it will be taken back
+    with pytest.raises(ConfigError, match=r"cannot submit:\s+forward: job 4712 pending works on it"):
+        submit_pipeline(pipeline, [], (), dry_run=False)
 
 
 def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answer(
