@@ -2,10 +2,12 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,20 @@ def run_two(first: str, second: str, seconds: int = 2) -> tuple[int, str, str]:
             process.kill()
             with process:
                 pass
+
+
+def test_the_time_in_which_the_whole_process_was_stopped_is_no_silence():
+    body = "print(flush=True); input(); watchdog._ended.wait(1.5)"  # in which the watch looks once
+    program = [sys.executable, "-c", "from dist_transformer.training import watchdog as module\n"
+               "module.STOPPED_SECONDS = 0.5" + WATCHED.replace("Watchdog(1,", "Watchdog(4,").format(body=body)]  # fmt: skip
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(program, env=without(NOT_INHERITED), **pipes) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)  # longer than its 4 seconds without progress
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate("\n", timeout=60)[1] == ""
+    assert process.returncode == 0
 
 
 def test_no_progress_ends_the_process_with_the_stacks_of_all_threads():
