@@ -137,6 +137,21 @@ def test_a_run_that_ends_well_ends_the_job(slurm: Slurm) -> None:
     assert slurm.calls("scontrol requeue") == 0
 
 
+@pytest.mark.parametrize(("given", "addresses"), [("ib-n1", ["ib-n1", "127.1"]), ("", ["127.0.0.1", "127.1"])])
+def test_ranks_meet_where_setup_says_or_where_the_first_node_is_known(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, given: str, addresses: list[str]
+) -> None:
+    """n1 and n2 are names of Slurm alone. A start without n1 does not meet at the address that was given for it."""
+    monkeypatch.setenv("MASTER_ADDR", given)
+    nodes = slurm.folder / "nodes"
+    nodes.write_text(nodes.read_text().replace("NodeName=n2 NodeAddr=127.0.0.1", "NodeName=n2 NodeAddr=127.1"))
+    told = f"echo $MASTER_ADDR $DIST_TRANSFORMER_NO_END_TIME >> {slurm.folder}/told; "
+    on_n1 = FAILS.replace("n2", "n1")
+    slurm.run(told + on_n1, told + on_n1, f"{told}exit 0")
+    first, second, third = (slurm.folder / "told").read_text().splitlines()
+    assert (first, second, third) == (f"{addresses[0]} 1", f"{addresses[0]} 1", f"{addresses[1]} 1")
+
+
 def test_a_mistake_of_a_user_ends_the_job_and_a_2_of_srun_itself_does_not(slurm: Slurm) -> None:
     assert slurm.run('echo "2 n1" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137')[0] == 2
     assert slurm.calls("scontrol requeue") == 0
