@@ -140,8 +140,11 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
     return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}", count)
 
 
-def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None) -> Decision:
+def end(
+    run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None, can_requeue: bool = True
+) -> Decision:
     """Decides after an attempt, records the decision, and counts the attempt if another follows. Arguments: see `decide`.
+    `can_requeue`: whether Slurm would requeue the job.
 
     Raises:
         MachineError: the run folder is not visible; none is created in place of a disk that is not mounted.
@@ -154,6 +157,9 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left:
         "preflight": Decision("requeue", "away from nodes that the preflight found bad"),
     }
     decision = of_others.get(how) or decide(run_dir, exit_code, _max_restarts(run_dir), left)
+    if decision.then == "requeue" and not can_requeue:
+        command = f"dist-transformer resume {run_dir.quoted}"
+        decision = Decision("stop", f"requeues are disabled for this job: `{command}`, and ask your administrators")
     _note(
         run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.then == "requeue",
         reason=decision.reason, newest=newest_checkpoint(run_dir),
