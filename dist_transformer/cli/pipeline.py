@@ -15,7 +15,7 @@ from dist_transformer.cluster.jobs import job_of
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.run_ref import own_job
-from dist_transformer.cluster.script import render_script
+from dist_transformer.cluster.script import needed_folders, render_script, with_folders_of
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.data_schema import DataConfig
@@ -108,30 +108,32 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
             print(replace(submission, after=waits).listing)
         return
     with locked(pipeline.root):
-        jobs, reads = _jobs_of(pipeline), {name: node.reads for name, node in pipeline.nodes.items()}
-        left = [name for name in due if name not in jobs]  # of a submission that was cut off, as by a limit of the QOS
-        kept = [job for job in jobs if left and not states[job].restarts and not {*reads[job]} & {*left}]
-        busy = (f"{name}: {job} works on it" for name, job in jobs.items() if name not in kept)
-        if problems := [*sbatch_problems(), *busy]:
+        jobs = _jobs_of(pipeline)
+        due = [
+            name for name in due if name not in jobs
+        ]  # left of a submission that was cut off, as by a limit of the QOS
+        busy = [job for job in jobs if not due or states[job].restarts or {*pipeline.nodes[job].reads} & {*due}]
+        if problems := [*sbatch_problems(), *(f"{name}: {jobs[name]} works on it" for name in busy)]:
             raise ConfigError(problems, "cannot submit:")
-        due = left
         planned = _planned(pipeline, due, anew)  # before a folder is renamed
         states = set_aside(pipeline, states)
         again = _planned(pipeline, [name for name in anew if states[name].is_due], [])
         planned = {name: again.get(name, each) for name, each in planned.items() if states[name].is_due}
-        ids, before = dict[str, str](), {name: job.split()[1] for name, job in jobs.items()}
+        ids, known = dict[str, str](), {name: job.split()[1] for name, job in jobs.items()}
         for name, submission in planned.items():
             begin(pipeline, name, states[name], "submitted")
-            waits = tuple(each for other in reads[name] if (each := ids.get(other, before.get(other)))) or after
+            known |= ids
+            waits = tuple(known[other] for other in pipeline.nodes[name].reads if other in known) or after
             try:
                 [ids[name]] = submit(replace(submission, after=waits)).values()
             except UserError as error:
-                again = f"the same command submits the rest; to take it back: scancel {' '.join(ids.values())}"
-                back = f"\n  already submitted: {', '.join(ids)}; {again}" if ids else ""
+                back = f"\n  already submitted; to take it back: scancel {' '.join(ids.values())}" if ids else ""
                 kind = MachineError if isinstance(error, MachineError) else SlurmError
                 raise kind(f"node {name}: {error}{back}") from error
             print(f"submitted job {ids[name]}: {name} ({pipeline.nodes[name].kind})")
-    print(f"{len(ids)} jobs for {len(states)} nodes; watch: dist-transformer pipeline status {shlex.quote(str(file))}")
+    print(
+        f"{len(planned)} jobs for {len(states)} nodes; watch: dist-transformer pipeline status {shlex.quote(str(file))}"
+    )
 
 
 def _planned(pipeline: Pipeline, names: list[str], anew: list[str], *, dry_run: bool = False) -> dict[str, Submission]:
@@ -156,6 +158,9 @@ def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> S
     given = merge(pipeline.section("set"), pipeline.section("nodes", name))
     slurm, problems = checked(given, ("slurm",), SlurmConfig, given.values.get("slurm", {}))
     folders = [pipeline.root, pipeline.located(".")]
+    if node.kind == "prepare":
+        folders += needed_folders(configuration(pipeline, name), pipeline.root)
+    folders = with_folders_of(folders, filter(Path.is_absolute, map(Path, words_of(pipeline, name))))
     if not problems:
         slurm = fill_from_profile(Config(data=DataConfig(), slurm=slurm)).slurm
         problems = [*name_problems(run_dir), *slurm_problems(slurm, folders)]

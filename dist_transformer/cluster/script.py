@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from dist_transformer.config.data_checks import corpus_files
+from dist_transformer.config.loading import plugins_of
 from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import CPU_BIND, SlurmConfig, command_options
@@ -33,10 +35,22 @@ def render_script(name: str, slurm: SlurmConfig, code: Path, folders: Iterable[P
 
 
 def needed_folders(config: Config, root: Path) -> list[Path]:
-    """Folders that every rank reads and writes: `root` of the run folders, the text, the prepared corpus."""
+    """Folders that every rank uses: `root` of the run folders, the text, the prepared corpus, those of files elsewhere."""
     given = [config.data.root, config.data.prepared, config.training.init_from]
     local = [Path(path).absolute() for path in given if path is not None and not is_address(path)]
-    return list(dict.fromkeys([root.absolute(), *local]))
+    of_plugins = (given.rpartition(":")[0] for given in plugins_of(dict(config)).values() if given and ".py:" in given)
+    models = (config.tokenizer.source_model, config.tokenizer.target_model)
+    files = (*corpus_files(config.data), *filter(None, models), *of_plugins)
+    return with_folders_of([root.absolute(), *local], (Path(file).expanduser() for file in files))
+
+
+def with_folders_of(folders: Iterable[Path], paths: Iterable[Path]) -> list[Path]:
+    """The folders, and those of the paths that are not in them."""
+    found = list(dict.fromkeys(folders))
+    for folder in (path if path.is_dir() else path.parent for path in map(Path.absolute, paths)):
+        if not any(map(folder.is_relative_to, found)):
+            found.append(folder)
+    return found
 
 
 def _settings(slurm: SlurmConfig, code: Path, folders: Iterable[Path]) -> list[str]:

@@ -117,6 +117,16 @@ def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> It
             )
 
 
+def corpus_files(data: DataConfig, after_scores: str = "") -> Iterator[str]:
+    """Yields the local files of the corpora, those of quality scores with `after_scores` behind their names."""
+    for _, corpus in _corpora(data):
+        for name in filter(None, (corpus.source, corpus.target, corpus.path)):
+            yield from local_files(data.root, name)
+    for corpus in (each for each in data.training_corpora().values() if each.source):
+        for name in data.filters_of(corpus).scores:
+            yield from (f"{file}{after_scores}" for file in local_files(data.root, name))
+
+
 def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:
     """Yields every corpus with its key path."""
     above = "data" if data.mixture is None else "data.mixture.corpora"

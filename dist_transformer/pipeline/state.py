@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from dist_transformer import __version__
 from dist_transformer.config.checks import file_problems
+from dist_transformer.config.data_checks import corpus_files
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import config_of, plugins_of, read_extended
-from dist_transformer.config.paths import local_files
 from dist_transformer.config.schema import BeamConfig, Config
 from dist_transformer.config.yaml_positions import Marked, merge
 from dist_transformer.data.manifest import json_digest
@@ -277,15 +277,8 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
 
 def _files_of(config: Config) -> Iterator[str]:
     """Yields the local files that a configuration names."""
-    data, models = config.data, (config.tokenizer.source_model, config.tokenizer.target_model)
-    corpora = [*data.training_corpora().values(), data.validation, data.test, *data.more_validation.values()]
-    for corpus in filter(None, corpora):
-        for name in filter(None, (corpus.source, corpus.target, corpus.path)):
-            yield from local_files(data.root, name)
-    for corpus in (each for each in data.training_corpora().values() if each.source):
-        for name in data.filters_of(corpus).scores:
-            yield from (f"{file}{SCORES}" for file in local_files(data.root, name))
-    for path in filter(None, (*models, config.training.init_from)):
+    yield from corpus_files(config.data, SCORES)
+    for path in filter(None, (config.tokenizer.source_model, config.tokenizer.target_model, config.training.init_from)):
         yield from map(str, _files_at(Path(path)))
 
 

@@ -359,6 +359,21 @@ def test_text_that_does_not_fit_together_is_told_before_anything_is_renamed(
     assert sorted(root.rglob("*")) == before
 
 
+def test_nodes_in_containers_see_the_files_that_they_name(
+    pipeline: Path, tmp_path: Path, fake_slurm: FakeSlurm
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "mono").write_text("1\n2\n")
+    given = [f"data_root={tmp_path}/data", "set.slurm.container_image=i", f"nodes.forward.input={tmp_path}/far/mono"]
+    given += [f"nodes.kept.{key}={tmp_path}/{key}" for key in ("scores",)] + [f"nodes.kept.source={tmp_path}/far/mono"]
+    submit_pipeline(pipeline, given, (), dry_run=False)
+    script = (tmp_path / "root" / "forward" / "slurm" / "translate.sbatch").read_text()
+    assert f"{tmp_path}/data:{tmp_path}/data,{tmp_path}/far:{tmp_path}/far " in f"{script} ".replace("'", " ").replace(
+        "\n", " "
+    )
+
+
 def test_problems_of_all_nodes_are_told_at_once(pipeline: Path, fake_slurm: FakeSlurm) -> None:
     with pytest.raises(ConfigError, match="cannot submit:") as caught:
         submit_pipeline(pipeline, ["set.slurm.time_limit=2:00"], (), dry_run=True)
@@ -388,8 +403,12 @@ def test_what_a_limit_of_the_queue_left_of_a_pipeline_is_submitted_while_its_job
     pipeline: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refusal = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
-    fake_slurm.program("sbatch", f'cd "$(dirname "$0")"; [ ! -e call-0.argv ] || {{ echo "{refusal}" >&2; exit 1; }}{SBATCH}')
-    with pytest.raises(SlurmError, match=r"(?s)node forward: .*already submitted: teacher; the same command submits the"):
+    fake_slurm.program(
+        "sbatch", f'cd "$(dirname "$0")"; [ ! -e call-0.argv ] || {{ echo "{refusal}" >&2; exit 1; }}{SBATCH}'
+    )
+    with pytest.raises(
+        SlurmError, match=r"(?s)node forward: .*submit again when jobs of yours have ended.*already submitted; to"
+    ):
         submit_pipeline(pipeline, [], (), dry_run=False)
     fake_slurm.program("sbatch", SBATCH)
     comment = f"dist-transformer:{pipeline.parent}/root/teacher"
@@ -400,10 +419,10 @@ def test_what_a_limit_of_the_queue_left_of_a_pipeline_is_submitted_while_its_job
     waits = [word for call in fake_slurm.calls for word in call if word.startswith("--dependency")]
     assert waits == ["--dependency=afterok:4711", "--dependency=afterok:4712"]
     assert "submitted job 4713: kept (filter)\n2 jobs for 3 nodes" in capsys.readouterr().out
+    lines = zip(("4711", "4712", "4713"), ("teacher", "forward", "kept"), strict=True)
+    of_nodes = [job_line(each, "PENDING", comment=comment.replace("teacher", name)) for each, name in lines]
+    fake_slurm.set_jobs("\n".join(of_nodes) + "\n")
     with pytest.raises(ConfigError, match="forward: job 4712 pending works on it"):  # nothing is left to submit
-        lines = zip(("4711", "4712", "4713"), ("teacher", "forward", "kept"), strict=True)
-        of_nodes = [job_line(each, "PENDING", comment=comment.replace("teacher", name)) for each, name in lines]
-        fake_slurm.set_jobs("\n".join(of_nodes) + "\n")
         submit_pipeline(pipeline, [], (), dry_run=False)
     fake_slurm.set_jobs(of_nodes[1] + "\n")  # the job before it has failed: it will be taken back
     with pytest.raises(ConfigError, match=r"cannot submit:\s+forward: job 4712 pending works on it"):

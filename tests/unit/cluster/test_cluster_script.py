@@ -101,6 +101,34 @@ def test_the_ranks_must_see_the_runs_the_text_and_the_prepared_corpus(tmp_path: 
     assert needed_folders(config, tmp_path / "runs") == [tmp_path / "runs", tmp_path / "text"]
 
 
+def test_the_ranks_must_see_files_that_lie_elsewhere(tmp_path: Path) -> None:
+    names = [
+        "text/in.de",
+        "text/in.en",
+        "far/v.de",
+        "far/v.en",
+        "far/more/a.de",
+        "far/more/b.de",
+        "t/a.en",
+        "code/m.py",
+    ]
+    for name in (*names, "spm/s.model"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    data = {
+        "root": str(tmp_path / "text"),
+        "train": {"source": "in.de", "target": "in.en"},
+        "validation": {"source": f"{tmp_path}/far/v.de", "target": f"{tmp_path}/far/v.en"},
+        "test": {"source": f"{tmp_path}/far/more/*.de", "target": f"{tmp_path}/t/a.en"},
+    }
+    config = config_of(data=data)
+    tokenizer = config.tokenizer.model_copy(update={"source_model": f"{tmp_path}/spm/s.model"})
+    model = config.model.model_copy(update={"plugin": f"{tmp_path}/code/m.py:Net"})
+    config = config.model_copy(update={"tokenizer": tokenizer, "model": model})
+    folders = [tmp_path / name for name in ("runs", "text", "far", "t", "spm", "code")]
+    assert needed_folders(config, tmp_path / "runs") == folders
+
+
 @pytest.mark.parametrize("name", ["prepare.sbatch", "translate.sbatch", "command.sbatch"])
 def test_a_log_that_takes_no_more_writes_ends_no_script(tmp_path: Path, name: str) -> None:
     (tmp_path / "srun").write_text("#!/bin/bash\nexit 3\n")
