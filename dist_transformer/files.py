@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """Errors about the path itself (nothing there, or another kind of file): a retry cannot help."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a lock on a disk that keeps none."""
 PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6)
 """Pauses between the attempts of a read that fails."""
 CLOCK_SECONDS = 0.1

@@ -4,7 +4,6 @@ The lock is that of the file system (flock). Across machines some file systems d
 that is gone; so the holder also records its identity in `owner.json`, and touches that file every few seconds.
 """
 
-import errno
 import os
 import platform
 import secrets
@@ -18,7 +17,7 @@ from typing import Any
 import filelock
 
 from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError, say
-from dist_transformer.files import file_clock, read_json, refresh, write_json
+from dist_transformer.files import NO_LOCKS, file_clock, read_json, refresh, write_json
 from dist_transformer.run.folder import RunDir
 
 BEAT_SECONDS = 5.0
@@ -193,7 +192,7 @@ def _take(lock: filelock.BaseFileLock, wait_seconds: float) -> None:
     try:
         lock.acquire(timeout=wait_seconds)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        if error.errno not in NO_LOCKS:
             raise
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError, MachineError, UserError
-from dist_transformer.files import MISPLACED, write_text
+from dist_transformer.files import MISPLACED, NO_LOCKS, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -75,7 +75,7 @@ def write_output(path: Path, text: str) -> None:
     """Writes text to a path given by the user: a file completely or not at all, through links; a device or pipe as is.
 
     Raises:
-        UserError: nothing can be written at this path.
+        UserError: nothing can be written at this path, or the disk keeps no locks.
         MachineError: the disk is full, or fails.
     """
     with writing(path):
@@ -98,6 +98,9 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None and not _are_near(Path(os.fsdecode(error.filename)), path):
             raise
+        if error.errno in NO_LOCKS:
+            wanted = "one that does (Lustre: mounted with flock); give data.prepared or --output there"
+            raise UserError(f"{path}: its disk keeps no file locks ({error.strerror}): expected {wanted}") from error
         if is_misplaced(error):
             raise UserError(
                 f"{path}: cannot be written ({error}): expected a path to write to; give another"

@@ -57,7 +57,7 @@ from dist_transformer.data.sources.files import is_text_at_hand
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.outputs import check_output
+from dist_transformer.run.outputs import check_output, writing
 from dist_transformer.run.records import read_record
 
 FOLDER_DIGITS = 16
@@ -194,12 +194,13 @@ def _is_begun(folder: Path) -> bool:
 @contextmanager
 def _only_process(folder: Path, progress: ReportProgress) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK_NAME)
+    lock = FileLock(folder / LOCK_NAME, fallback_to_soft=False)
     while not lock.is_locked:
-        try:
-            lock.acquire(timeout=LOCK_ATTEMPT_SECONDS)
-        except Timeout:
-            progress(WAITING, 0, None)
+        with writing(folder):
+            try:
+                lock.acquire(timeout=LOCK_ATTEMPT_SECONDS)
+            except Timeout:
+                progress(WAITING, 0, None)
     try:
         yield
     finally:

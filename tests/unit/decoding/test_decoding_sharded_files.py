@@ -1,6 +1,7 @@
 """A file in parts: whole or not there, in order, gone on with by anybody, never mixed with another's."""
 
 import errno
+import fcntl
 import gzip
 import lzma
 import multiprocessing
@@ -60,6 +61,17 @@ def test_parts_written_in_any_order_become_the_output_with_the_last(tmp_path: Pa
 def test_no_lines_give_an_empty_output(tmp_path: Path) -> None:
     assert opened(tmp_path / "out", 0).join()
     assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_a_disk_that_keeps_no_locks_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(
+        UserError, match=r"disk keeps no file locks \(No locks .* give data.prepared or --output there$"
+    ):
+        opened(tmp_path / "out")
 
 
 def test_what_another_plan_began_or_made_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Any number of processes make one corpus together: the same, each part once, whoever of them dies."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -19,7 +21,8 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare import chunks, duplicates
 from dist_transformer.data.prepare.claims import ChunkClaims, Work, WorkFinishedError, chunk_unit
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
-from dist_transformer.errors import EXIT_REQUEUE
+from dist_transformer.data.prepare.progress import prepare_with_progress
+from dist_transformer.errors import EXIT_REQUEUE, UserError
 
 PROCESSES = multiprocessing.get_context("spawn")
 NUM_PROCESSES = 3
@@ -42,6 +45,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
         for name, rows in SMALL.items():
             patch.setattr(chunks, name, rows)
         return prepare(config_in(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_that_keeps_no_locks_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(UserError, match=r"its disk keeps no file locks .*; give data\.prepared or --output there"):
+        prepare_with_progress(config_in(tmp_path))
 
 
 def work_in(config: Config, meet_at: str, victim: bool, barrier: Any, made: Any) -> None:
