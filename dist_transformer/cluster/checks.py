@@ -41,9 +41,9 @@ _OPTION_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _INSTEAD = {
     "nodes": "slurm.nodes", "ntasks-per-node": "slurm.ranks_per_node", "cpus-per-task": "slurm.cpus_per_rank",
     "ntasks": "slurm.nodes and slurm.ranks_per_node", "time": "slurm.time_limit", "signal": "slurm.signal_seconds",
-    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind", "job-name": "run.name",
+    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind", "gpus-per-task": "slurm.gpus_per_node",
     "export": "slurm.environment", "export-file": "slurm.environment", "array": "a node for each run: submit --pipeline",
-    "dependency": "submit --after", "kill-on-invalid-dep": "submit --after",
+    "dependency": "submit --after", "kill-on-invalid-dep": "submit --after", "job-name": "run.name",
 }  # fmt: skip
 """Options of sbatch that submit sets itself, and what says them."""
 _OTHERS = "requeue no-requeue open-mode output wrap parsable chdir comment"
@@ -118,8 +118,7 @@ def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
     job, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
     ids = [*filter(is_job_id, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir), of_owner])]
-    found = {} if sbatch_problems() else known_jobs(ids)
-    known = {job_id: job for job_id, job in found.items() if own_job(job, run_dir)}
+    known = {} if sbatch_problems() else {each: job for each, job in known_jobs(ids).items() if own_job(job, run_dir)}
     busy = [f"job {job_id} already works on it ({job.state})" for job_id, job in known.items() if not job.is_over]
     return [
         f"run folder {run_dir.path}: {who}; wait for it, end it with "
@@ -137,9 +136,14 @@ def _rank_problems(config: Config) -> Iterator[str]:
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; a rank uses "
             "one GPU, so give as many in slurm.ranks_per_node"
         )
-    gres = slurm.sbatch.get("gres")
-    if gres and not slurm.gpus_per_node:
-        yield f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 0 (CPU training); give their number there too"
+    gres = ",".join(listed(slurm.sbatch.get("gres") or ()))
+    counts = [item.rpartition(":")[2] for item in gres.split(",") if item.partition(":")[0] == "gpu"]
+    if counts and sum(int(count) if count.isdecimal() else 1 for count in counts) != slurm.gpus_per_node:
+        is_cpu = "" if slurm.gpus_per_node else " (CPU training)"
+        yield (
+            f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is {slurm.gpus_per_node}{is_cpu}; give their number "
+            "there too"
+        )
 
 
 def _checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:

@@ -23,6 +23,13 @@ _OF_A_USER = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT)|SBATCH_(ACCOUNT|CONSTRAIN
 """Variables that say where Slurm is and who asks, and defaults of options that submit does not set itself."""
 _OF_A_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
 
+REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
+_REFUSALS = {
+    "Unable to contact": "the controller does not answer: submit again later",
+    "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
+    "Invalid node name": "mend slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a node that is gone, delete it",
+}
+
 
 class SlurmError(UserError):
     """A command of Slurm is missing or failed."""
@@ -47,7 +54,8 @@ def submit_script(arguments: Sequence[str]) -> str:
     if len(found) == 1:
         return str(found[0])
     if refusal is not None and "Socket timed out" not in str(refusal):
-        raise refusal
+        advice = next((advice for words, advice in _REFUSALS.items() if words in str(refusal)), REFUSED)
+        raise SlurmError(f"{refusal}\n  {advice}")
     said = str(refusal or answer).partition("\n  command:")[0].strip()
     raise PerhapsSubmitted(
         f"Slurm may have the job, but sbatch answered {said!r}: expected a job id; look with `squeue --me` whether the job is "

@@ -31,8 +31,6 @@ from dist_transformer.run.records import read_record
 from dist_transformer.run.resume_checks import stage_problems
 from dist_transformer.run.snapshot import take_snapshot
 
-REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -145,7 +143,7 @@ def _submit_first(submission: Submission) -> str:
             run_dir.stop_file.unlink(missing_ok=True)
             return submit_script(submission.jobs[0].sbatch_arguments(submission.after))
     except SlurmError as error:
-        raise SlurmError(f"{error}\n  {REFUSED}; nothing was changed in the run folder") from error
+        raise SlurmError(f"{error}; nothing was changed in the run folder") from error
 
 
 @contextmanager
@@ -183,5 +181,5 @@ def _submit_next(job: Job, after: Sequence[str], ids: Mapping[str, str]) -> str:
     except (SlurmError, PerhapsSubmitted) as error:
         taken = ", ".join(f"{job_id} ({stage})" for stage, job_id in ids.items())
         back = f"to take it back: scancel {' '.join(ids.values())}"
-        kind, refused = (SlurmError, f"\n  {REFUSED}") if isinstance(error, SlurmError) else (PerhapsSubmitted, "")
-        raise kind(f"{error}{refused}\n  already submitted: {taken}; {back}") from error
+        kind = SlurmError if isinstance(error, SlurmError) else PerhapsSubmitted
+        raise kind(f"{error}\n  already submitted: {taken}; {back}") from error

@@ -187,6 +187,7 @@ def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
         ("ntasks-per-node", "ntasks-per-node", "use slurm.ranks_per_node"),
         ("ntasks", "ntasks", "use slurm.nodes and slurm.ranks_per_node"),
         ("cpus-per-task", "cpus-per-task", "use slurm.cpus_per_rank"),
+        ("gpus-per-task", "gpus-per-task", "use slurm.gpus_per_node"),
         ("gpus-per-node", "gpus-per-node", "use slurm.gpus_per_node, and slurm.sbatch.gres for their kind"),
         ("time", "time", "use slurm.time_limit"),
         ("signal", "signal", "use slurm.signal_seconds"),
@@ -226,7 +227,7 @@ def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["time-min", "nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-task"]
+    "name", ["time-min", "nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-socket"]
 )
 def test_an_option_whose_name_begins_like_one_that_submit_sets_is_taken(run_dir: RunDir, name: str) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == []
@@ -264,6 +265,17 @@ def test_gres_needs_the_number_of_gpus_too(run_dir: RunDir) -> None:
     [problem] = _problems(run_dir, sbatch={"gres": "gpu:h200:8"})
     assert problem.startswith("slurm.sbatch.gres: 'gpu:h200:8' is given, but slurm.gpus_per_node is 0")
     assert _problems(run_dir, sbatch={"gres": "gpu:h200:8"}, gpus_per_node=8, ranks_per_node=8) == []
+
+
+@pytest.mark.parametrize(
+    ("gres", "is_sound"),
+    [("gpu:h200:8", False), ("gpu", False), ("gpu:h200", False), ("gpu:3,nvme:4", False), ("gpu:4", True),
+     ("nvme:400,gpu:a:3,gpu:b", True), ("nvme:400", True), ("shard:8", True), ("mps:100", True)],
+)  # fmt: skip
+def test_gres_has_as_many_gpus_as_the_ranks_are_said_to_get(run_dir: RunDir, gres: str, is_sound: bool) -> None:
+    problems = _problems(run_dir, sbatch={"gres": gres}, gpus_per_node=4, ranks_per_node=4)
+    expected = [] if is_sound else [f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 4"]
+    assert [problem.split("; ")[0] for problem in problems] == expected
 
 
 @pytest.mark.parametrize("nodes", ["n7", "n[1-3,7]", "gpu-a.site", "rack1[01-12]b", "n1,n[2-3]", ["n1", "n2"], []])

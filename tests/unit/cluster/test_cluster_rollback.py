@@ -51,6 +51,25 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
     return submit(_planned(config, text, run_dir, stages=stages or ("train",), dry_run=True))
 
 
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("Unable to contact slurm controller (connect failure)", "the controller does not answer: submit again later"),
+        ("QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job "
+         "submit limit, user's size and/or time limits)", "submit again when jobs of yours have ended, or ask for less "),
+        ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a node that is gone, del"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_followed_by_the_advice_for_it(
+    run_dir: RunDir, fake_slurm: FakeSlurm, said: str, advice: str
+) -> None:
+    fake_slurm.program("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    with pytest.raises(SlurmError) as caught:
+        _submit(run_dir, "new")
+    assert advice in str(caught.value)
+    assert "change slurm.sbatch (" not in str(caught.value)
+
+
 def test_what_was_there_before_a_refusal_is_there_after_it(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
     _submit(run_dir, "first")
     write_json(run_dir.restarts, {"newest_checkpoint": None, "without_progress": 3})
@@ -175,7 +194,7 @@ def test_a_job_that_was_submitted_after_the_checks_is_found_before_anything_is_w
 ) -> None:
     planned = [_planned(config_of(), text, run_dir) for text in ("first", "second")]
     submit(planned[0])
-    fake_slurm.set_jobs(job_line("4711", "PENDING") + "\n")
+    fake_slurm.set_jobs(job_line("4711", "PENDING", comment=f"dist-transformer:{run_dir.path}") + "\n")
     with pytest.raises(ConfigError, match=r"cannot submit:\n.*job 4711 already works on it \(PENDING\)"):
         submit(planned[1])
     assert run_dir.config.read_text() == "first"

@@ -310,12 +310,13 @@ def test_the_id_is_found_behind_what_a_site_prints(run_dir: RunDir, fake_slurm: 
 
 def test_a_run_folder_on_which_a_job_works_is_refused(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
     submit(_plan(run_dir, "train", "evaluate"))
-    fake_slurm.set_jobs(job_line("4711", "RUNNING") + "\n")
+    fake_slurm.set_jobs(job_line("4711", "RUNNING", comment=f"dist-transformer:{run_dir.path}") + "\n")
     with pytest.raises(
         ConfigError, match=r"cannot submit:\n.*job 4711 already works on it \(RUNNING\); wait for it, end"
     ):
         plan_submission(config_of(), run_dir)
-    fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'PENDING', 'Dependency')}\n")
+    comment = f"dist-transformer:{run_dir.path}"
+    fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'PENDING', 'Dependency', comment)}\n")
     with pytest.raises(ConfigError, match=r"job 4712 already works on it \(PENDING\)"):
         plan_submission(config_of(), run_dir)
     fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'COMPLETED')}\n")
