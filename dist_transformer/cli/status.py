@@ -115,10 +115,8 @@ def _correct_status(document: Document) -> None:
         problem = str(error)
     now = status or said
     before = f"had {said} as the status of this run" if status else f"did not have {said} as the status of this run"
-    print(
-        f"MLflow {before}; " + (f"it is {now} now" if problem is None else f"{now} was not sent: {problem}"),
-        file=sys.stderr,
-    )
+    sent = f"it is {now} now" if problem is None else f"{now} was not sent: {problem}"
+    print(f"MLflow {before}; {sent}", file=sys.stderr)
 
 
 def list_row(document: Document, now: float) -> tuple[str, ...]:

@@ -90,9 +90,8 @@ def checked_submission(
     stages, after = read_stages(stages), read_job_ids(after)
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)
-    if config.tracking.enabled and not any(
-        VARIABLE in line for line in (*config.slurm.setup, *config.slurm.environment)
-    ):
+    lines = (*config.slurm.setup, *config.slurm.environment)
+    if config.tracking.enabled and not any(VARIABLE in line for line in lines):
         address_of(config.tracking)  # the job inherits the variable: raises if it holds no address
     problems = first_pairs_problems(config)
     submission = plan_submission(config, run_dir, stages=stages, after=after, problems=problems, dry_run=dry_run)
@@ -133,10 +132,8 @@ def _report(submission: Submission, ids: dict[str, str], size: str) -> None:
     if list(ids) == ["train"]:
         print(f"submitted job {ids['train']}; run folder {run_dir.path}")
     else:
-        print(
-            f"submitted {', '.join(f'job {job_id} ({stage})' for stage, job_id in ids.items())}, each after the one before"
-        )
-        print(f"run folder {run_dir.path}")
+        jobs = ", ".join(f"job {job_id} ({stage})" for stage, job_id in ids.items())
+        print(f"submitted {jobs}, each after the one before\nrun folder {run_dir.path}")
     if size:
         print(f"{'job:':8}{size}")
     log = f"job-{ids['train']}" if "train" in ids else "-".join(next(iter(ids.items())))

@@ -294,8 +294,8 @@ class BatchJob:
                 if record and how == "decide" and exit_code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_REQUEUE):
                     left = self._next_nodes(record, before)
             try:
-                can_requeue = record is None or record.get("Requeue") != "0"
-                decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, how, left, can_requeue)
+                noted: How = "barred" if record and record.get("Requeue") == "0" else how
+                decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, noted, left)
             except (MachineError, OSError) as error:
                 say(error)
                 self._say(f"{self._run_dir.path}: cannot be asked whether to requeue; trying again")

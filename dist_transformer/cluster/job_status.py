@@ -86,7 +86,7 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     except SlurmError as error:  # the list of runs is useful without it
         known, problem = {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
     return [
-        {**_row(view, job_id, own_job(known.get(job_id or ""), view.run_dir)), "slurm_problem": problem if job_id in asked else None}
+        {**_row(view, job_id, known.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
         for view, job_id in zip(views, ids, strict=True)
     ]
 
@@ -210,7 +210,7 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
 
 
 def _row(view: RunView, job_id: str | None, job: QueuedJob | None) -> Document:
-    now, job_state = time.time(), job.state if job else None
+    now, job_state = time.time(), job.state if (job := own_job(job, view.run_dir)) else None
     if job_state in WAITING:
         view = _as_it_waits(_without_ended_job(view, job_id, None), now)
     attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)

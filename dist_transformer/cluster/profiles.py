@@ -25,7 +25,12 @@ def load_profile(name_or_path: str) -> dict[str, Any]:
     as_section = Marked({"slurm": found.values}, {("slurm", *path): place for path, place in found.where.items()})
     section, problems = take_former_keys(as_section)
     marked = Marked(section.values["slurm"], {path[1:]: place for path, place in section.where.items()})
-    problems += [*_unknown_keys(marked), *_bad_values(marked)]
+    known = [key for key in SlurmConfig.model_fields if key != "cluster"]
+    unknown = {key: suggestion(key, known) for key in marked.values if key not in known}
+    problems += [
+        f"{marked.place((key,))}: {key}: no such key in a cluster profile{hint}" for key, hint in unknown.items()
+    ]
+    problems += _bad_values(marked)
     if problems:
         raise ConfigError(problems)
     return marked.values
@@ -53,15 +58,6 @@ def _find(name_or_path: str) -> Path:
         return folder / f"{name_or_path}.yaml"
     problem = f"no profile {name_or_path!r} in {folder}, and a file of your own is given by its path"
     raise ConfigError([f"slurm.cluster: {problem}{suggestion(name_or_path, known)}"])
-
-
-def _unknown_keys(marked: Marked) -> list[str]:
-    known = [key for key in SlurmConfig.model_fields if key != "cluster"]
-    return [
-        f"{marked.place((key,))}: {key}: no such key in a cluster profile{suggestion(key, known)}"
-        for key in marked.values
-        if key not in known
-    ]
 
 
 def _bad_values(marked: Marked) -> list[str]:

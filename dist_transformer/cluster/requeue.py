@@ -22,8 +22,9 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import remove_torn_line
 from dist_transformer.run.records import read_record
 
-How = Literal["decide", "cancelled", "ended", "preflight"]
-"""Cause of the end of an attempt: `decide` its ranks, `cancelled` a person, `ended` Slurm; `preflight`: training never began."""
+How = Literal["decide", "barred", "cancelled", "ended", "preflight"]
+"""Cause of the end of an attempt: `decide` its ranks, `barred` too, in a job that Slurm may not requeue, `cancelled` a person,
+`ended` Slurm; `preflight`: training never began."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,8 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
     return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}", count)
 
 
-def end(
-    run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None, can_requeue: bool = True
-) -> Decision:
+def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None) -> Decision:
     """Decides after an attempt, records the decision, and counts the attempt if another follows. Arguments: see `decide`.
-    `can_requeue`: whether Slurm would requeue the job.
 
     Raises:
         MachineError: the run folder is not visible; none is created in place of a disk that is not mounted.
@@ -157,9 +155,9 @@ def end(
         "preflight": Decision("requeue", "away from nodes that the preflight found bad"),
     }
     decision = of_others.get(how) or decide(run_dir, exit_code, _max_restarts(run_dir), left)
-    if decision.then == "requeue" and not can_requeue:
-        command = f"dist-transformer resume {run_dir.quoted}"
-        decision = Decision("stop", f"requeues are disabled for this job: `{command}`, and ask your administrators")
+    if decision.then == "requeue" and how == "barred":
+        again = f"`dist-transformer resume {run_dir.quoted}`, and ask your administrators"
+        decision = Decision("stop", f"requeues are disabled for this job: {again}")
     _note(
         run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.then == "requeue",
         reason=decision.reason, newest=newest_checkpoint(run_dir),
@@ -185,9 +183,8 @@ def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) ->
 
 def _max_restarts(run_dir: RunDir) -> int:
     # A first attempt that failed very early has left no configuration.
-    if not run_dir.config.exists():
-        return SlurmConfig.model_validate({}).max_restarts_without_progress
-    return load_config(run_dir.config, check_files=False).slurm.max_restarts_without_progress
+    slurm = load_config(run_dir.config, check_files=False).slurm if run_dir.config.exists() else SlurmConfig()
+    return slurm.max_restarts_without_progress
 
 
 def nodes_to_exclude(run_dir: RunDir, given: str) -> str:

@@ -59,14 +59,12 @@ def find_run(text: str, root: Path) -> RunRef:
 def own_job(job: QueuedJob | None, run_dir: RunDir) -> QueuedJob | None:
     """The job, unless it is another one with the id of a job of this run: clusters that share a file system count alike.
     The comment decides; jobs that were started by hand or by an earlier version have none, and sacct may not keep it."""
-    if job is None or job.source == "sacct" and job.folder is None:
-        return job
-    if job.folder is None:
-        note = read_record(run_dir.job)
-        ids = (note.get("job_id"), *note.get("stages", {}).values())
-        return None if job.job_id in ids and COMMENT in str(note.get("command")) else job
-    is_moved = not os.path.isdir(job.folder)
-    return job if is_moved or os.path.samefile(job.folder, run_dir.path) else None
+    if job is None or job.folder is not None:
+        there = job and job.folder  # none: it was moved
+        return None if there and os.path.isdir(there) and not os.path.samefile(there, run_dir.path) else job
+    note = read_record(run_dir.job)
+    is_noted = job.job_id in (note.get("job_id"), *note.get("stages", {}).values())
+    return None if is_noted and job.source == "squeue" and COMMENT in str(note.get("command")) else job
 
 
 def refuse_unreadable(folder: Path) -> None:

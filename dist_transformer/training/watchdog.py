@@ -8,14 +8,13 @@ import time
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import EXIT_HANG, say
 
-
 STOPPED_SECONDS = 5.0
-"""Seconds by which a pause of the watch is longer than asked if the whole process was stopped, as by `scontrol suspend`."""
+"""Excess of a pause of the watch from which on the whole process was stopped, as by `scontrol suspend`."""
 
 
 class Watchdog:
-    """Ends this process if `progress` was not called for `hang_seconds`; time in which it was stopped does not count. The message names the last progress and the
-    current or last collective: ranks that name different ones are out of step.
+    """Ends this process if `progress` was not called for `hang_seconds`, but for those in which it was stopped. The message
+    names the last progress and the current or last collective: ranks that name different ones are out of step.
     """
 
     def __init__(self, hang_seconds: int, ranks: Ranks) -> None:
@@ -39,12 +38,11 @@ class Watchdog:
         self._doing, self._since = doing, time.monotonic()
 
     def _watch(self) -> None:
-        pause, before = min(1.0, self._hang_seconds / 4), time.monotonic()
+        pause, now = min(1.0, self._hang_seconds / 4), time.monotonic()
         while not self._ended.wait(pause):
-            now = time.monotonic()
+            before, now = now, time.monotonic()
             if (stopped := now - before - pause) > STOPPED_SECONDS:
                 self._since = min(now, self._since + stopped)
-            before = now
             if (silent := now - self._since) > self._hang_seconds:
                 self._end(silent)
 

@@ -175,8 +175,10 @@ def test_a_job_that_slurm_may_not_requeue_ends_at_once(slurm: Slurm) -> None:
     (slurm.folder / "job").write_text(RECORD.replace("Restarts=0", "Requeue=0 Restarts=0"))
     code, said = slurm.run(FAILS, "exit 75")  # ranks start again, as ever
     assert (code, slurm.calls("scontrol requeue"), slurm.calls("srun")) == (75, 0, 2)
-    assert f"not requeued: requeues are disabled for this job: `dist-transformer resume {slurm.run_dir.path}`, and" in said
-    assert slurm.ends() == [(1, "decide", False), (75, "decide", False)]
+    assert (
+        f"not requeued: requeues are disabled for this job: `dist-transformer resume {slurm.run_dir.path}`, and" in said
+    )
+    assert slurm.ends() == [(1, "barred", False), (75, "barred", False)]
 
 
 def test_a_node_that_gives_no_answer_is_left_out(slurm: Slurm) -> None:

@@ -207,7 +207,9 @@ def test_a_run_whose_checkpoints_were_purged_does_not_begin_again(run_dir, purge
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert checkpoints.newest_complete(run_dir, RUN_ID) is None  # died before its first checkpoint
     write_json(run_dir.state, {"step": 3, "state": "failed"})
-    with pytest.raises(CheckpointError, match=r"has no checkpoint, but run\.json says that step 3 was saved: were they pu"):
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint, but run\.json says that step 3 was saved: were they pu"
+    ):
         checkpoints.newest_complete(run_dir, RUN_ID)
 
 
