@@ -139,10 +139,9 @@ def _rank_problems(config: Config) -> Iterator[str]:
     gres = ",".join(listed(slurm.sbatch.get("gres") or ()))
     counts = [item.rpartition(":")[2] for item in gres.split(",") if item.partition(":")[0] == "gpu"]
     if counts and sum(int(count) if count.isdecimal() else 1 for count in counts) != slurm.gpus_per_node:
-        is_cpu = "" if slurm.gpus_per_node else " (CPU training)"
         yield (
-            f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is {slurm.gpus_per_node}{is_cpu}; give their number "
-            "there too"
+            f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is {slurm.gpus_per_node} (0: CPU training); give "
+            "their number there too"
         )
 
 

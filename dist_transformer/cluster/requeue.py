@@ -23,8 +23,7 @@ from dist_transformer.run.metrics_log import remove_torn_line
 from dist_transformer.run.records import read_record
 
 How = Literal["decide", "barred", "cancelled", "ended", "preflight"]
-"""Cause of the end of an attempt: `decide` its ranks, `barred` too, in a job that Slurm may not requeue, `cancelled` a person,
-`ended` Slurm; `preflight`: training never began."""
+"""Who ended an attempt: `decide`, `barred` (no requeues): its ranks; `cancelled`: a person; `ended`: Slurm; `preflight`."""
 
 
 @dataclass(frozen=True)

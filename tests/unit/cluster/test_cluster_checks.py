@@ -274,7 +274,9 @@ def test_gres_needs_the_number_of_gpus_too(run_dir: RunDir) -> None:
 )  # fmt: skip
 def test_gres_has_as_many_gpus_as_the_ranks_are_said_to_get(run_dir: RunDir, gres: str, is_sound: bool) -> None:
     problems = _problems(run_dir, sbatch={"gres": gres}, gpus_per_node=4, ranks_per_node=4)
-    expected = [] if is_sound else [f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 4"]
+    expected = (
+        [] if is_sound else [f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 4 (0: CPU training)"]
+    )
     assert [problem.split("; ")[0] for problem in problems] == expected
 
 
