@@ -15,9 +15,8 @@ for group in "${groups[@]}"; do
   if [ "$node" -gt "${SLURM_NODEID:-0}" ]; then break; fi
 done
 
-# The trainer saves by itself near the end of the job if no signal arrives. Slurm passes the end time since 23.02. Not
-# below a batch script that forwards the signal: it comes by the time limit of then, which somebody may have changed.
-if [ -z "${DIST_TRANSFORMER_NO_END_TIME:-}" ] && [[ "${SLURM_JOB_END_TIME:-}" =~ ^[1-9][0-9]*$ ]]; then
+# The trainer saves by itself near the end of the job if no signal arrives. Slurm passes the end time since 23.02.
+if [[ "${SLURM_JOB_END_TIME:-}" =~ ^[1-9][0-9]*$ ]]; then
   export DIST_TRANSFORMER_END_TIME=$((SLURM_JOB_END_TIME - ${DIST_TRANSFORMER_SIGNAL_SECONDS:-180}))
 fi
 

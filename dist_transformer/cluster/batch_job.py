@@ -167,7 +167,6 @@ class BatchJob:
         kept["DIST_TRANSFORMER_KEEP_STOP"] = "1"  # the file of `stop` counts, even if it was made while the job waited
         # Below the kernel's ephemeral ports; ranks of the step before may hold theirs.
         port = 10000 + (int(kept["SLURM_JOB_ID"]) * 7 + self._attempt + 11 * self._steps) % 20000
-        kept["DIST_TRANSFORMER_NO_END_TIME"] = "1"  # USR1 comes by the limit of then, which may be another
         given = os.environ.get("MASTER_ADDR") if nodes[0] == self._nodes[0] else None  # by slurm.setup, on that node
         return {**kept, "MASTER_ADDR": given or slurm.address_of(nodes[0]), "MASTER_PORT": str(port)}
 

@@ -41,7 +41,7 @@ _OPTION_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _INSTEAD = {
     "nodes": "slurm.nodes", "ntasks-per-node": "slurm.ranks_per_node", "cpus-per-task": "slurm.cpus_per_rank",
     "ntasks": "slurm.nodes and slurm.ranks_per_node", "time": "slurm.time_limit", "signal": "slurm.signal_seconds",
-    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind", "gpus-per-task": "slurm.gpus_per_node",
+    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind",
     "export": "slurm.environment", "export-file": "slurm.environment", "array": "a node for each run: submit --pipeline",
     "dependency": "submit --after", "kill-on-invalid-dep": "submit --after", "job-name": "run.name",
 }  # fmt: skip

@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cluster.jobs import COMMENT
 from dist_transformer.cluster.queue import QueuedJob, jobs_of
 from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.errors import UserError
@@ -58,13 +57,9 @@ def find_run(text: str, root: Path) -> RunRef:
 
 def own_job(job: QueuedJob | None, run_dir: RunDir) -> QueuedJob | None:
     """The job, unless it is another one with the id of a job of this run: clusters that share a file system count alike.
-    The comment decides; jobs that were started by hand or by an earlier version have none, and sacct may not keep it."""
-    if job is None or job.folder is not None:
-        there = job and job.folder  # none: it was moved
-        return None if there and os.path.isdir(there) and not os.path.samefile(there, run_dir.path) else job
-    note = read_record(run_dir.job)
-    is_noted = job.job_id in (note.get("job_id"), *note.get("stages", {}).values())
-    return None if is_noted and job.source == "squeue" and COMMENT in str(note.get("command")) else job
+    A comment that names another folder tells it; jobs started by hand or by an earlier version have none."""
+    there = job and job.folder  # no folder any more: it was moved
+    return None if there and os.path.isdir(there) and not os.path.samefile(there, run_dir.path) else job
 
 
 def refuse_unreadable(folder: Path) -> None:

@@ -21,6 +21,7 @@ from dist_transformer.cli.watch import BARS, sparkline
 from dist_transformer.cluster.job_status import short_reports
 from dist_transformer.errors import UserError
 from dist_transformer.reporting.curves import Curve
+from dist_transformer.run import status as status_module
 
 SCORES = {"event": "validation", "step": 50, "time": NOW, "loss": 3.25, "perplexity": 12.5, "bleu": 21.5}
 
@@ -81,6 +82,7 @@ def test_a_slurm_that_does_not_answer_ends_no_watch(
 def test_a_run_is_watched_while_its_heart_beats(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(status_module, "SILENT_SECONDS", 20_000.0)
     run_dir = make_run(tmp_path / "c")
     begun, much_later = time.time(), time.time() + 10_000
     add_lines(run_dir.metrics, trained(100, begun - 10), trained(200, begun))

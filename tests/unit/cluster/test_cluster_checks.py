@@ -187,7 +187,6 @@ def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
         ("ntasks-per-node", "ntasks-per-node", "use slurm.ranks_per_node"),
         ("ntasks", "ntasks", "use slurm.nodes and slurm.ranks_per_node"),
         ("cpus-per-task", "cpus-per-task", "use slurm.cpus_per_rank"),
-        ("gpus-per-task", "gpus-per-task", "use slurm.gpus_per_node"),
         ("gpus-per-node", "gpus-per-node", "use slurm.gpus_per_node, and slurm.sbatch.gres for their kind"),
         ("time", "time", "use slurm.time_limit"),
         ("signal", "signal", "use slurm.signal_seconds"),
@@ -227,7 +226,7 @@ def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["time-min", "nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-socket"]
+    "name", ["time-min", "nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-task"]
 )
 def test_an_option_whose_name_begins_like_one_that_submit_sets_is_taken(run_dir: RunDir, name: str) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == []

@@ -350,8 +350,6 @@ def test_a_task_of_slurm_is_told_to_save_before_the_end_of_the_job(tmp_path: Pat
     assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000") == "1699999820"
     longer = {"DIST_TRANSFORMER_SIGNAL_SECONDS": "600"}
     assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000", **longer) == "1699999400"
-    forwarded = {"DIST_TRANSFORMER_NO_END_TIME": "1"}  # a signal comes, also by a limit that was changed meanwhile
-    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000", **forwarded) == ""
 
 
 @pytest.mark.parametrize("value", ["", "0", "Unlimited", "2026-01-01T00:00:00"])
