@@ -102,6 +102,7 @@ class RunLock:
             until = time.monotonic() + min(max(rest, 2), STALE_BEATS) * self._beat_seconds
             while time.monotonic() < until:
                 time.sleep(self._beat_seconds / 5)
+                refresh(self._folder)
                 if self._owner.stat().st_mtime != seen:
                     return True
         return False
