@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, DistTransformerError, say
+from dist_transformer.errors import EXIT_FAILED, DistTransformerError, say
 from dist_transformer.processes.stop_request import leave
 from dist_transformer.run.outputs import as_message
 
@@ -44,7 +44,7 @@ def run_as_command(run: Callable[[], object]) -> None:
             raise
         ways = "lower decoding.max_tokens (translate --max-tokens) or the beam; CUDA_VISIBLE_DEVICES= takes the CPU"
         say(f"dist-transformer: out of memory ({str(error).splitlines()[0]}): {ways}")
-        _leave(EXIT_USER_ERROR)
+        _leave(EXIT_FAILED)
 
 
 def _drop_output() -> None:

@@ -135,7 +135,7 @@ def words_of(pipeline: Pipeline, name: str) -> list[str]:
         share = "ranks" if kind == "train" else "processes"
         return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]
     words, options, output = [kind], list[str](), str(folder / KINDS[kind].made[0])
-    for key, value in (values | nodes.searched_as(pipeline, name)).items():
+    for key, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):
             if key in ("model", "run"):
                 words.append(str(pipeline.located(each)))

@@ -16,7 +16,7 @@ from dist_transformer.config.checks import file_problems
 from dist_transformer.config.data_checks import corpus_files
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import config_of, plugins_of, read_extended
-from dist_transformer.config.schema import BeamConfig, Config
+from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml_positions import Marked, merge
 from dist_transformer.data.manifest import json_digest
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
@@ -221,21 +221,6 @@ def _moved(text: str, root: Path) -> str:
     return text.replace(f"{start}/", '"/').replace(f'{start}"', '""')
 
 
-def searched_as(pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """Keys that a node leaves out, of a search with an exported or averaged model: its run's, if they are not the defaults."""
-    kind, values, _ = pipeline.nodes[name]
-    model = given = pipeline.located(values.get("model", ""))
-    is_search = kind in ("translate", "evaluate") and not values.get("sampling")
-    for other, node in reversed(pipeline.nodes.items()) if is_search else ():  # back to the run
-        if model.is_relative_to(pipeline.folder(other)) and node.kind != "train":
-            model = pipeline.located(node.values.get("run") or node.values.get("model", ""))
-        elif model.is_relative_to(pipeline.folder(other)) and model != given:
-            run, default = configuration(pipeline, other).decoding.model_dump(), BeamConfig().model_dump()
-            names = {"beam": "beam_size", "length_penalty": "length_penalty"}
-            return {key: run[at] for key, at in names.items() if values[key] is None and run[at] != default[at]}
-    return {}
-
-
 def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Path]]:
     """Settings on which a node's result depends, then as versions before counted them; files that it reads, no node makes."""
     kind, values, _ = pipeline.nodes[name]
@@ -266,7 +251,7 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
             place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
             raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
         named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
-        counted = {key: value for key, value in values.items() if key not in NOT_COUNTED} | searched_as(pipeline, name)
+        counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
         settings = [[counted], *([counted | {"too_long": each}] for each in (None, "refuse", "split"))]

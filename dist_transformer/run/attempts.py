@@ -32,9 +32,15 @@ def newest_checkpoint(run_dir: RunDir) -> str | None:
 def warn_of_age(run_dir: RunDir) -> None:
     """Warns, once and on rank 0, of a model/ older than the newest checkpoint, unless it is that of a run at its end."""
     with suppress(OSError):
-        newest = int((newest_checkpoint(run_dir) or "step_0").removeprefix("step_"))
-        step = read_record(run_dir.model / "config.json").get("step", newest)
+        config, checkpoint = (
+            run_dir.model / "config.json",
+            run_dir.checkpoints / (newest_checkpoint(run_dir) or "step_0"),
+        )
+        newest = int(checkpoint.name.removeprefix("step_"))
+        step = read_record(config).get("step", newest)
+        # A model made later is one of older checkpoints, which somebody wanted.
+        is_left_behind = step < newest and config.stat().st_mtime <= checkpoint.stat().st_mtime
         is_at_end = read_record(run_dir.state).get("state") == "finished"
-        if step < newest and not is_at_end and os.environ.get("RANK", "0") == "0":
+        if is_left_behind and not is_at_end and os.environ.get("RANK", "0") == "0":
             average = f"`dist-transformer average {run_dir.quoted}` makes a model of it"
             say(f"warning: {run_dir.model} is of step {step}, the newest checkpoint of step {newest}: {average}")

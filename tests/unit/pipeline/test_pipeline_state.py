@@ -360,26 +360,6 @@ def test_text_that_a_later_node_cannot_read_is_told_before_anything_runs(folder)
         cli.submit_pipeline(folder / "pipeline.yaml", [scored, *inputs], (), dry_run=True)
 
 
-def test_an_exported_or_averaged_model_is_searched_as_its_run_is(folder):
-    nodes = (
-        "nodes.mean={kind: average, run: {node: teacher}}", "nodes.fast={kind: export, model: {node: mean}}",
-        "nodes.bleu={kind: evaluate, model: {node: fast}, engine: ctranslate2, source: mono, reference: mono}",
-        "nodes.direct={kind: evaluate, model: {node: teacher}, source: mono, reference: mono}",
-    )  # fmt: skip
-    make_all(pipeline_in(folder, *nodes))
-    assert words_of(pipeline_in(folder, *nodes), "bleu").count("--beam") == 0
-    beam = (*nodes, "set.decoding.beam_size=8", "set.decoding.length_penalty=1.0")
-    words = words_of(pipeline_in(folder, *beam), "bleu")
-    assert words[words.index("--beam") + 1] == "8"
-    assert words[words.index("--length-penalty") + 1] == "1.0"
-    assert "--beam" not in words_of(pipeline_in(folder, *beam), "direct")  # its run folder says it
-    given = words_of(pipeline_in(folder, *beam, "nodes.bleu.beam=2"), "bleu")
-    assert given[given.index("--beam") + 1] == "2"
-    assert "settings" in due(pipeline_in(folder, *beam))["bleu"]
-    drawn = "nodes.drawn={kind: translate, model: {node: mean}, input: mono, sampling: true}"
-    assert "--beam" not in words_of(pipeline_in(folder, *beam, drawn), "drawn")
-
-
 def test_a_node_that_failed_is_shown_with_its_exit_code_until_it_begins_again(folder):
     pipeline = pipeline_in(folder, "nodes.kept.target=mono")
     (folder / "scores").write_text("1\nx\n")
