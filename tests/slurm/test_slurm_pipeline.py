@@ -65,7 +65,7 @@ def test_each_node_is_a_job_that_waits_for_those_it_reads_and_is_not_done_twice(
 
     held = ids_of(submit("set.slurm.sbatch.hold=true"))
     shown = slurm_cluster.run(*program("pipeline", "status", str(file)))
-    assert shown.count(" pending |") == 6, shown
+    assert shown.count(" pending ") == 6, shown
     for command in (("pipeline", "run", str(file)), ("submit", "--pipeline", str(file))):
         done = subprocess.run(
             program(*command), env=slurm_cluster.environment, capture_output=True, text=True, check=False
