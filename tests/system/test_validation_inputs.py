@@ -30,7 +30,7 @@ def test_a_run_whose_validation_text_is_gone_says_so_and_goes_on_without_transla
 
     said = command("evaluate", run, "--split", "newstest", code=2)
     assert "data.more_validation.newstest is not given in" in said
-    assert "one of the corpora that are there with --split: test, validation" in said
+    assert "one of the corpora that are there with --split: validation, test" in said
 
 
 def test_a_line_that_the_positions_cannot_take_is_named_before_the_first_step(command):

@@ -206,7 +206,7 @@ def test_a_command_that_is_out_of_memory_ends_with_a_message_and_any_other_fault
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
         run_as_command(lambda: torch.empty(2**47))
-    assert ended.value.code == 2
+    assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "out of memory (" in said
     assert "decoding.max_tokens (translate --max-tokens) or the beam" in said
