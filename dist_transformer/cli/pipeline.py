@@ -109,9 +109,8 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
         return
     with locked(pipeline.root):
         jobs = _jobs_of(pipeline)
-        due = [
-            name for name in due if name not in jobs
-        ]  # left of a submission that was cut off, as by a limit of the QOS
+        # Left of a submission that was cut off, as by a limit of the QOS.
+        due = [name for name in due if name not in jobs]
         busy = [job for job in jobs if not due or states[job].restarts or {*pipeline.nodes[job].reads} & {*due}]
         if problems := [*sbatch_problems(), *(f"{name}: {jobs[name]} works on it" for name in busy)]:
             raise ConfigError(problems, "cannot submit:")
@@ -131,9 +130,8 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
                 kind = MachineError if isinstance(error, MachineError) else SlurmError
                 raise kind(f"node {name}: {error}{back}") from error
             print(f"submitted job {ids[name]}: {name} ({pipeline.nodes[name].kind})")
-    print(
-        f"{len(planned)} jobs for {len(states)} nodes; watch: dist-transformer pipeline status {shlex.quote(str(file))}"
-    )
+    watch = f"dist-transformer pipeline status {shlex.quote(str(file))}"
+    print(f"{len(planned)} jobs for {len(states)} nodes; watch: {watch}")
 
 
 def _planned(pipeline: Pipeline, names: list[str], anew: list[str], *, dry_run: bool = False) -> dict[str, Submission]:

@@ -38,7 +38,7 @@ def needed_folders(config: Config, root: Path) -> list[Path]:
     """Folders that every rank uses: `root` of the run folders, the text, the prepared corpus, those of files elsewhere."""
     given = [config.data.root, config.data.prepared, config.training.init_from]
     local = [Path(path).absolute() for path in given if path is not None and not is_address(path)]
-    of_plugins = (given.rpartition(":")[0] for given in plugins_of(dict(config)).values() if given and ".py:" in given)
+    of_plugins = (each.rpartition(":")[0] for each in plugins_of(dict(config)).values() if each and ".py:" in each)
     models = (config.tokenizer.source_model, config.tokenizer.target_model)
     files = (*corpus_files(config.data), *filter(None, models), *of_plugins)
     return with_folders_of([root.absolute(), *local], (Path(file).expanduser() for file in files))

@@ -54,7 +54,7 @@ class SilentNodes:
 
 
 def nodes_that_answer(nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes whose Slurm daemon accepts a connection. Raises SlurmError: the controller does not say where
+    """Nodes among `nodes` whose Slurm daemon accepts a connection. Raises SlurmError: the controller does not say where
     they are."""
     heard = answers(slurm.node_addresses(nodes))
     return [node for node in nodes if heard.get(node) == 0]

@@ -27,7 +27,7 @@ REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) 
 _REFUSALS = {
     "Unable to contact": "the controller does not answer: submit again later",
     "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
-    "Invalid node name": "mend slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a node that is gone, delete it",
+    "Invalid node name": "correct slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a lost node, delete it",
 }
 
 

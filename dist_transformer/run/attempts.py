@@ -32,10 +32,8 @@ def newest_checkpoint(run_dir: RunDir) -> str | None:
 def warn_of_age(run_dir: RunDir) -> None:
     """Warns, once and on rank 0, of a model/ older than the newest checkpoint, unless it is that of a run at its end."""
     with suppress(OSError):
-        config, checkpoint = (
-            run_dir.model / "config.json",
-            run_dir.checkpoints / (newest_checkpoint(run_dir) or "step_0"),
-        )
+        config = run_dir.model / "config.json"
+        checkpoint = run_dir.checkpoints / (newest_checkpoint(run_dir) or "step_0")
         newest = int(checkpoint.name.removeprefix("step_"))
         step = read_record(config).get("step", newest)
         # A model made later is one of older checkpoints, which somebody wanted.

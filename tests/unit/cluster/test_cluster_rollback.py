@@ -57,7 +57,7 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
         ("Unable to contact slurm controller (connect failure)", "the controller does not answer: submit again later"),
         ("QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job "
          "submit limit, user's size and/or time limits)", "submit again when jobs of yours have ended, or ask for less "),
-        ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a node that is gone, del"),
+        ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a lost node, delete it"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_followed_by_the_advice_for_it(

@@ -1,6 +1,5 @@
-"""Which nodes are done, which resume, which begin anew, and what becomes of older results."""
+"""Which nodes are done, which resume, which begin anew."""
 
-import gzip
 import json
 import os
 import shutil
@@ -10,73 +9,18 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from typer.testing import CliRunner, Result
+from pipeline_folder import CONFIG, due, make, make_all, pipeline_in
+from typer.testing import CliRunner
 
 from dist_transformer.cli import pipeline as cli
 from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
-from dist_transformer.pipeline import filtering
-from dist_transformer.pipeline import run as run_module
 from dist_transformer.pipeline import state as module
-from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, locked, set_aside, words_of
-from dist_transformer.pipeline.schema import KINDS, Pipeline, read_pipeline
-from dist_transformer.pipeline.state import RECORD, State, complete, states_of
-from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.pipeline.schema import KINDS, Pipeline
+from dist_transformer.pipeline.state import State, complete, states_of
 from dist_transformer.run.folder import RunDir
-
-FILE = """
-root: {root}
-data_root: {folder}
-nodes:
-  teacher: {{kind: train, config: base.yaml}}
-  forward: {{kind: translate, model: {{node: teacher}}, input: mono}}
-  kept: {{kind: filter, source: mono, target: {{node: forward}}, scores: scores, drop: 0.1}}
-  other: {{kind: translate, model: made, input: mono}}
-"""
-CONFIG = "data: {train: {source: train.en, target: train.de}}\ntraining: {max_steps: 5}\nschedule: {warmup_steps: 2}\n"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name in ("mono", "scores", "train.en", "train.de"):
-        (tmp_path / name).write_text("1\n2\n")
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "base.yaml").write_text(CONFIG)
-    (tmp_path / "pipeline.yaml").write_text(FILE.format(root=tmp_path / "root", folder=tmp_path))
-    return tmp_path
-
-
-def pipeline_in(folder: Path, *overrides: str) -> Pipeline:
-    return read_pipeline(folder / "pipeline.yaml", [*overrides])
-
-
-def make(pipeline: Pipeline, name: str, state: State, *, is_whole: bool = True) -> None:
-    """What a verb leaves behind."""
-    begin(pipeline, name, state)
-    folder = pipeline.folder(name)
-    for made in KINDS[pipeline.nodes[name].kind].made if is_whole else ():
-        place = folder / made / "model.safetensors" if made == "model" else folder / made
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(f"{name} {made}")
-    if pipeline.nodes[name].kind == "train":
-        write_json(folder / "run.json", {"state": "finished" if is_whole else "stopped", "step": 5})
-    if is_whole:
-        complete(pipeline, name)
-
-
-def make_all(pipeline: Pipeline) -> None:
-    states = states_of(pipeline)
-    set_aside(pipeline, states)
-    for name, state in states.items():
-        if state.is_due:
-            make(pipeline, name, state)
-
-
-def due(pipeline: Pipeline) -> dict[str, str]:
-    return {name: state.why for name, state in states_of(pipeline).items() if state.is_due}
 
 
 def test_what_is_made_is_done_and_stays_done(folder):
@@ -240,157 +184,6 @@ def test_results_that_are_gone_or_edited_are_made_again_with_what_follows(folder
     assert due(pipeline) == {"teacher": "", "forward": "its results are gone", "kept": "follows forward"}
     make_all(pipeline)
     assert (pipeline.root / "kept.2").is_dir()
-
-
-def test_what_was_set_aside_is_taken_back_when_its_change_is_undone(folder):
-    pipeline = pipeline_in(folder)
-    make_all(pipeline)
-    made = {name: (pipeline.folder(name) / RECORD).read_bytes() for name in pipeline.nodes}
-    (folder / "train.en").write_text("1\n3\n")
-    states = states_of(pipeline)
-    assert set_aside(pipeline, states) is states
-    begin(pipeline, "teacher", states["teacher"])  # and fails
-    (folder / "train.en").write_text("1\n2\n")
-    assert {state.state for state in set_aside(pipeline, states_of(pipeline)).values()} == {"done"}
-    assert due(pipeline) == {}
-    assert {name: (pipeline.folder(name) / RECORD).read_bytes() for name in pipeline.nodes} == made
-    assert {path.name for path in pipeline.root.glob("*.*")} == {"teacher.2"}
-
-
-def test_what_was_begun_is_taken_back_too_and_resumed_when_its_change_is_undone(folder):
-    pipeline, other = pipeline_in(folder), pipeline_in(folder, "set.training.max_steps=6")
-    make(pipeline, "teacher", states_of(pipeline)["teacher"], is_whole=False)
-    for step in (1, 2):  # the newest of those is resumed
-        states = set_aside(other, states_of(other))
-        begin(other, "teacher", states["teacher"])
-        states = set_aside(pipeline, states_of(pipeline))
-        assert (states["teacher"].state, states["teacher"].restarts) == ("begun", False)
-        assert read_json(pipeline.folder("teacher") / "run.json")["step"] == 5, step
-    assert {path.name for path in pipeline.root.glob("*.*")} == {"teacher.2"}
-    make(pipeline, "teacher", states["teacher"])
-    make(pipeline, "forward", states_of(pipeline)["forward"], is_whole=False)
-    changed = pipeline_in(folder, "nodes.forward.beam=7")
-    set_aside(changed, states_of(changed))
-    record = pipeline.root / "forward.1" / RECORD
-    write_json(record, {**read_json(record), "begun": 1.0})  # before the teacher was done
-    assert set_aside(pipeline, states_of(pipeline))["forward"].state == "new"
-
-
-def run_in(folder: Path, *overrides: str) -> Result:
-    return CliRunner().invoke(cli.app, ["run", str(folder / "pipeline.yaml"), *overrides])
-
-
-@pytest.mark.parametrize("change", ["base.yaml", "train.en"])
-def test_a_node_whose_settings_or_text_changed_since_the_pipeline_began_does_not_begin(change, folder, monkeypatch):
-    pipeline = pipeline_in(folder)
-    states = states_of(pipeline)
-    monkeypatch.setattr(module, "file_sha256", lambda path: pytest.fail(f"{path} is hashed again"))
-    module.check_unchanged(pipeline, "teacher", states)
-    monkeypatch.undo()
-    (folder / change).write_text({"base.yaml": CONFIG.replace("5", "7"), "train.en": "1\n3\n"}[change])
-    told = "settings" if change == "base.yaml" else change
-    with pytest.raises(UserError, match=f"node teacher: changed since the pipeline began: {told}; start the same"):
-        module.check_unchanged(pipeline, "teacher", states)
-    module.check_unchanged(pipeline, "other", states)  # which does not read it
-
-
-def test_a_node_whose_text_changes_while_it_runs_is_not_done(folder, monkeypatch):
-    """Its result is of the one text or the other, so an undone change does not bring it back."""
-    (folder / "pipeline.yaml").write_text(
-        f"root: {folder}/root\ndata_root: {folder}\nnodes:\n"
-        "  kept: {kind: filter, source: mono, target: mono, scores: scores, drop: 0.5}\n"
-    )
-    pipeline = pipeline_in(folder)
-
-    def changing(*given: object) -> None:
-        filter_files(*given)
-        (folder / "mono").write_text("2\n1\n")
-        os.utime(folder / "mono", (1000, 1000))  # before the result was written, not after
-
-    with monkeypatch.context() as patch:
-        patch.setattr(filtering, "filter_files", changing)
-        told = run_in(folder)
-    assert isinstance(told.exception, UserError)
-    assert "node kept: mono changed while it ran; start the same command again" in str(told.exception)
-    assert due(pipeline) == {"kept": "changed: mono"}
-    (folder / "mono").write_text("1\n2\n")
-    assert due(pipeline) == {"kept": "changed: files, while it ran"}
-    assert run_in(folder).exit_code == 0
-    assert due(pipeline) == {}
-    (folder / "mono").write_text("4\n5\n")  # after it was done
-    assert due(pipeline) == {"kept": "changed: mono"}
-
-
-def test_a_pipeline_ends_before_a_node_whose_text_was_edited_while_another_one_ran(folder, monkeypatch):
-    kept = "{{kind: filter, source: {0}, target: {0}, scores: scores}}"
-    nodes = f"  first: {kept.format('mono')}\n  second: {kept.format('train.en')}\n"
-    (folder / "pipeline.yaml").write_text(f"root: {folder}/root\ndata_root: {folder}\nnodes:\n{nodes}")
-
-    def editing(*given: object) -> None:
-        filter_files(*given)
-        (folder / "train.en").write_text("1\n3\n")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(filtering, "filter_files", editing)
-        told = run_in(folder)
-    assert "node second: changed since the pipeline began: train.en; start the same command again" in str(
-        told.exception
-    )
-    assert [path.name for path in (folder / "root").iterdir() if path.is_dir()] == ["first"]
-    assert run_in(folder).exit_code == 0
-
-
-def test_text_that_a_later_node_cannot_read_is_told_before_anything_runs(folder):
-    """The text of a translation, the scores of a filter, and a test set with a line less on one side."""
-    scored = "nodes.bleu={kind: evaluate, model: {node: teacher}, source: test.en, reference: test.de}"
-    (folder / "test.en").write_text("1\n2\n")
-    (folder / "test.de").write_text("1\n")
-    (folder / "scores").write_text("1\n2\n3\n")
-    (folder / "other.gz").write_bytes(gzip.compress(b"1\n2\n"))
-    (folder / "bad").write_bytes(b"1\n\xff\n")
-    inputs = ("nodes.forward.input=bad", "nodes.other.input=other.gz")
-    told = run_in(folder, scored, *inputs)
-    assert isinstance(told.exception, ConfigError)
-    expected = ("bad, line 2: not valid UTF-8", "other.gz: is compressed; unpack it first", "scores has 3 lines: expected",
-                "test.de")  # fmt: skip
-    assert len(told.exception.problems) == 4
-    assert all(any(text in problem for problem in told.exception.problems) for text in expected), told.exception
-    assert not list((folder / "root").glob("*/"))
-    with pytest.raises(ConfigError, match=r"other\.gz: is compressed"):
-        cli.submit_pipeline(folder / "pipeline.yaml", [scored, *inputs], (), dry_run=True)
-
-
-def test_a_node_that_failed_is_shown_with_its_exit_code_until_it_begins_again(folder):
-    pipeline = pipeline_in(folder, "nodes.kept.target=mono")
-    (folder / "scores").write_text("1\nx\n")
-    begin(pipeline, "kept", states_of(pipeline)["kept"])
-    with forwarding_signals() as signals:
-        assert run_module.run_node(pipeline, "kept", signals) == 2
-
-    def shown() -> str:
-        return next(row[2] for row in status_rows(pipeline, states_of(pipeline), {}) if row[0] == "kept")
-
-    assert shown() == "failed (exit code 2)"
-    begin(pipeline, "kept", states_of(pipeline)["kept"])
-    assert shown() == "stopped"
-
-
-@pytest.mark.parametrize("damage", ["edited", "gone", "older"])
-def test_what_was_set_aside_stays_there_if_it_is_not_whole_or_older_than_what_it_is_made_of(damage, folder):
-    pipeline = pipeline_in(folder)
-    make_all(pipeline)
-    set_aside(pipeline_in(folder, "nodes.forward.beam=7"), states_of(pipeline_in(folder, "nodes.forward.beam=7")))
-    aside = pipeline.root / "forward.1"
-    if damage == "older":
-        write_json(aside / RECORD, {**read_json(aside / RECORD), "done": 1.0})
-    elif damage == "edited":
-        (aside / "text").write_text("edited")
-    else:
-        (aside / "text").unlink()
-    set_aside(pipeline, states_of(pipeline))
-    assert due(pipeline) == {"forward": "", "kept": ""}
-    assert aside.is_dir()
-    assert not pipeline.folder("forward").exists()
 
 
 @pytest.mark.parametrize("place", ["root", "wörter \N{SNOWMAN}", "b\\\\s", "train"])

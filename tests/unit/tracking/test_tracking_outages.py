@@ -131,7 +131,7 @@ def test_a_bug_in_tracking_is_shown_with_its_traceback_and_training_goes_on(
 def test_a_silent_server_stops_neither_training_nor_its_end(
     run_dir: RunDir, silent_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")
     caplog.set_level(logging.DEBUG)
     uri = f"http://somebody:secret@{silent_address}"
     tracker = tracker_of(run_dir, uri, close_seconds=1)
@@ -143,10 +143,10 @@ def test_a_silent_server_stops_neither_training_nor_its_end(
         log.append("train", step, {"loss": 1.0})
         save_checkpoint(tracker, run_dir.path, step)
         seconds.append(time.perf_counter() - began)
-    assert max(seconds) < 30, "none waits for an answer; what a call costs, benchmarks/tracking.py measures"
+    assert max(seconds) < 300, "none waits for an answer; what a call costs, benchmarks/tracking.py measures"
     began = time.perf_counter()
     tracker.close("FAILED")
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 300, "no answer comes for 600 seconds"
     assert "track sync" in caplog.text
     written = [caplog.text, *(path.read_text() for path in run_dir.path.rglob("*") if path.is_file())]
     assert all("secret" not in text for text in written)
