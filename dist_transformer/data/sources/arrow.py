@@ -3,13 +3,14 @@
 choose(existing columns, file) -> (source column, target column)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pyarrow as pa
 
 from dist_transformer.config.paths import is_address
-from dist_transformer.data.sources.readers import Pairs
+from dist_transformer.data.sources.readers import Pairs, ReaderChain
 from dist_transformer.data.sources.remote import (
     file_bytes,
     file_fingerprint,
@@ -25,14 +26,6 @@ from dist_transformer.errors import DataError
 
 READ_ROWS = 1 << 15
 ARROW_FILE_MAGIC = b"ARROW1"
-
-
-@dataclass(frozen=True)
-class TableGroup:
-    """Rows that can be skipped together; `rows` is None if their number is unknown before they are read."""
-
-    rows: int | None
-    read: Callable[[], Iterable[pa.RecordBatch]]
 
 
 @dataclass(frozen=True)
@@ -54,28 +47,31 @@ class ParquetFile:
 
 
 class TableReader:
-    """A `Reader` of tables.
+    """A `Reader` of a table.
 
     Args:
         name: name of the file or dataset, for messages.
         drop: mark invalid UTF-8 instead of refusing it.
+        rows: number of rows of a row group, which is not read if all of them are skipped; None: unknown until it is read.
+        first_row: number of its first row in the file.
     """
 
-    def __init__(self, name: str, groups: Iterator[TableGroup], choose: ChooseColumns, drop: bool) -> None:
-        self._name, self._groups, self._choose, self._drop = name, groups, choose, drop
-        self._group: TableGroup | None = None  # the next group, if it is known to have rows
-        self._batches: Iterator[pa.RecordBatch] = iter(())
+    def __init__(
+        self,
+        name: str,
+        batches: Iterator[pa.RecordBatch],
+        choose: ChooseColumns,
+        drop: bool,
+        rows: int | None = None,
+        first_row: int = 0,
+    ) -> None:
+        self._name, self._batches, self._choose, self._drop = name, batches, choose, drop
+        self._rows_left, self._row = rows, first_row
         self._rest: pa.RecordBatch | None = None
-        self._row = 0
-        self._skipped = 0  # rows at the head of the next group, or of the one just opened
+        self._skipped = 0  # rows to leave out of what is read next
 
     def has_more(self) -> bool:
-        with named_errors(self._name):
-            while self._group is None and (self._rest is None or self._rest.num_rows == 0):
-                self._rest = next(self._batches, None)
-                if self._rest is None and not self._find_group():
-                    return False
-            return True
+        return self._rows_left > 0 if self._rows_left is not None else self._find_rows()
 
     def take(self, rows: int) -> Pairs:
         taken = Pairs([], [], set())
@@ -90,45 +86,38 @@ class TableReader:
         return taken
 
     def skip(self, rows: int) -> int:
-        """Skips rows. For a group with a known number of rows it only counts: if all are skipped, it is never read."""
-        left = rows
-        while left and self.has_more():
-            if self._group is not None and self._group.rows is not None:
-                count = min(left, self._group.rows - self._skipped)
-                self._skipped += count
-                if self._skipped == self._group.rows:
-                    self._group, self._skipped = None, 0
-            else:
-                piece = self._piece(left)
-                assert piece is not None
-                count = piece.num_rows
-            left -= count
-            self._row += count
-        return rows - left
+        count = 0
+        if self._rows_left is not None:
+            count = min(rows, self._rows_left)
+            self._skipped, self._rows_left = self._skipped + count, self._rows_left - count
+        else:
+            while count < rows and (piece := self._piece(rows - count)) is not None:
+                count += piece.num_rows
+        self._row += count
+        return count
 
     def _piece(self, rows: int) -> pa.RecordBatch | None:
         """Returns up to this many next rows; None at the end."""
-        while self.has_more():
-            if self._group is not None:
-                group, self._group = self._group, None
-                self._batches = iter(group.read())
-                continue
+        while self._find_rows():
             assert self._rest is not None
             passed = min(self._skipped, self._rest.num_rows)
             self._skipped -= passed
             piece, self._rest = self._rest.slice(passed, rows), self._rest.slice(passed + rows)
             if piece.num_rows:
+                if self._rows_left is not None:
+                    self._rows_left -= piece.num_rows
                 return piece
+        self._rows_left = 0
         return None
 
-    def _find_group(self) -> bool:
-        """Moves on to the next group with rows; opens a group with an unknown number. Returns False at the end."""
-        group = next((group for group in self._groups if group.rows != 0), None)
-        if group is not None and group.rows is None:
-            self._batches = iter(group.read())
-        else:
-            self._group = group
-        return group is not None
+    def _find_rows(self) -> bool:
+        """Reads on until there are rows. Returns False at the end."""
+        with named_errors(self._name):
+            while self._rest is None or self._rest.num_rows == 0:
+                if (batch := next(self._batches, None)) is None:
+                    return False
+                self._rest = batch
+            return True
 
     def _texts(self, table: pa.RecordBatch, column: str, may_be_numbers: bool) -> tuple[Texts, list[int]]:
         values = text_column(table, column)
@@ -144,24 +133,24 @@ class TableReader:
         return texts, bad
 
 
-def parquet_reader(file: str, choose: ChooseColumns, drop: bool) -> TableReader:
+def parquet_reader(file: str, choose: ChooseColumns, drop: bool) -> ReaderChain:
     """Returns a reader of a parquet file; unwanted row groups are not read."""
     with named_errors(file):
         parquet = retried(file, lambda: open_parquet(file))
     columns = list(dict.fromkeys(choose(column_paths(parquet.schema_arrow), file)))
+    rows = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
 
-    def group(number: int) -> TableGroup:
-        rows = parquet.metadata.row_group(number).num_rows
-        return TableGroup(rows, lambda: parquet.iter_batches(READ_ROWS, row_groups=[number], columns=columns))
+    def group(number: int, first_row: int) -> TableReader:
+        batches = parquet.iter_batches(READ_ROWS, row_groups=[number], columns=columns)
+        return TableReader(file, batches, choose, drop, rows[number], first_row)
 
-    return TableReader(file, map(group, range(parquet.num_row_groups)), choose, drop)
+    return ReaderChain(map(group, range(len(rows)), accumulate(rows, initial=0)))
 
 
 def arrow_reader(file: str, choose: ChooseColumns, drop: bool) -> TableReader:
     """Returns a reader of an Arrow file of either kind: with random access, or a stream (as `datasets` writes)."""
     with named_errors(file):
-        batches = _arrow_batches(file)
-    return TableReader(file, iter([TableGroup(None, lambda: batches)]), choose, drop)
+        return TableReader(file, _arrow_batches(file), choose, drop)
 
 
 def count_arrow_rows(file: str) -> int:

@@ -19,7 +19,6 @@ from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.sources.arrow import (
     ParquetFile,
-    TableGroup,
     TableReader,
     arrow_reader,
     count_arrow_rows,
@@ -173,8 +172,7 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
         yield _plugin_reader(corpus.plugin, drop)
     elif corpus.hub and not of_hub:
         name = corpus_name(corpus, data)
-        groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
-        yield TableReader(name, groups, _column_chooser(corpus, data), drop)
+        yield TableReader(name, _hub_tables(corpus, name), _column_chooser(corpus, data), drop)
     for source, target in zip(files.source, files.target, strict=True):
         yield aligned_reader(source, target, drop)
     for file in (*files.path, *of_hub):  # parquet of the Hub too: its row groups are skipped unread
