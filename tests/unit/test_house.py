@@ -28,7 +28,6 @@ ADAPTERS = {
     "datasets": {"data.sources.corpus"},
     "fsspec": {"data.sources.remote"},
     "aiohttp": {"data.sources.remote"},
-    "tenacity": {"data.sources.retries"},
     "matplotlib": {"data.prepare.report", "reporting.figures"},
     "jinja2": {"reporting.html", "interop.model_card"},
     "psutil": {"training.memory", "training.metrics.system_metrics", "distributed.rank_zero"},

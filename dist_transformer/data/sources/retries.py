@@ -1,13 +1,13 @@
 """Retries of failed reads, with growing pauses: a busy filesystem or network often answers the next time."""
 
 import errno
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pyarrow as pa
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
 READ_ATTEMPTS = 8
 """Attempts to read a row group or a remote file, 12 seconds in all: enough for a busy disk, and short beside an outage."""
@@ -32,24 +32,16 @@ def with_retries(read: Callable[[], Result], warn: Callable[[str], None]) -> Res
     Args:
         warn: called after each failed attempt that is followed by another; the exception of the last one is raised.
     """
-
-    def before_pause(state: RetryCallState) -> None:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        assert error is not None
-        warn(
-            f"{reason_of(error)}; attempt {state.attempt_number} of {READ_ATTEMPTS}, again in {state.upcoming_sleep:.1f} s"
-        )
-
-    retrying = Retrying(
-        stop=stop_after_attempt(READ_ATTEMPTS),
-        wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + wait_random(0, FIRST_PAUSE_SECONDS),
-        retry=retry_if_exception(lambda error: isinstance(error, read_errors())),
-        before_sleep=before_pause,
-        sleep=time.sleep,
-        reraise=True,
-    )
-    return retrying(read)
+    pause = FIRST_PAUSE_SECONDS
+    for attempt in range(1, READ_ATTEMPTS):
+        try:
+            return read()
+        except read_errors() as error:
+            seconds = pause + random.uniform(0, FIRST_PAUSE_SECONDS)
+            warn(f"{reason_of(error)}; attempt {attempt} of {READ_ATTEMPTS}, again in {seconds:.1f} s")
+            time.sleep(seconds)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    return read()
 
 
 def read_errors() -> tuple[type[Exception], ...]:
