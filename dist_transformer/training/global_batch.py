@@ -23,12 +23,6 @@ from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import DataError, UserError
 
-TOTALS = (
-    "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "fading",
-    "digest",
-)  # fmt: skip
-"""Values summed over the ranks; followed by padded tokens by lane, dropped pairs by rule, pairs by corpus."""
-
 LARGEST_LOSS = 2.0**30
 """Maximum loss of a rank in a step, summed over tokens."""
 LOSS_UNIT = 2.0**-20
@@ -113,7 +107,8 @@ class GlobalBatchPrefetcher:
             self._local = self._loader.next_step()
         except UserError as error:
             self._error, self._local = error, LocalStep([], Counter(), ())
-        self._totals = self._ranks.start_sum(self._count(self._local, status))
+        counts = self._count(self._local, status)
+        self._names, self._totals = list(counts), self._ranks.start_sum(torch.tensor([*counts.values()]))
         is_first = self._fetch_seconds is None  # the first windows are read before training begins
         self._fetch_seconds = 0.0 if is_first else time.monotonic() - started
 
@@ -124,10 +119,8 @@ class GlobalBatchPrefetcher:
             UserError: a rank could not read its data; every rank raises the same error.
         """
         started = time.monotonic()
-        values = self._totals.wait().tolist()
-        totals = dict(zip(TOTALS, values, strict=False))
-        rest, last_lane, last_rule = values[len(TOTALS) :], self._num_lanes, self._num_lanes + len(RULES)
-        lanes, rules, corpora = rest[:last_lane], rest[last_lane:last_rule], rest[last_rule:]
+        totals: dict[str, int] = dict(zip(self._names, self._totals.wait().tolist(), strict=True))
+        padded = [totals[f"padded in lane {lane}"] for lane in range(self._num_lanes)]
         if totals["error"]:
             errors = [error for error in self._ranks.all_gather_object(self._error) if error is not None]
             raise errors[0].agreed() from self._error
@@ -140,10 +133,10 @@ class GlobalBatchPrefetcher:
             target_tokens=totals["target_tokens"],
             source_tokens=totals["source_tokens"],
             pairs=totals["pairs"],
-            padded_tokens=sum(lanes),
-            straggler_ratio=straggler_ratio(lanes),
-            pairs_by_corpus=Counter(dict(zip(self._corpora, corpora, strict=True))),
-            dropped=Counter({rule: count for rule, count in zip(RULES, rules, strict=True) if count}),
+            padded_tokens=sum(padded),
+            straggler_ratio=straggler_ratio(padded),
+            pairs_by_corpus=Counter({name: totals[f"pairs of {name}"] for name in self._corpora}),
+            dropped=Counter({rule: count for rule in RULES if (count := totals[f"dropped by {rule}"])}),
             quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
             fading_lanes=totals["fading"],
             stop=totals["stop"] > 0,
@@ -163,34 +156,29 @@ class GlobalBatchPrefetcher:
         lanes = ChainMap(*self._ranks.all_gather_object(self._loader.lane_positions()))
         self._loader.repartition([lanes[lane] for lane in range(self._num_lanes)], self._batch)
 
-    def _count(self, local: LocalStep, status: RankStatus) -> torch.Tensor:
+    def _count(self, local: LocalStep, status: RankStatus) -> dict[str, int]:
+        """Returns what is summed over the ranks, in int64."""
         real = [batch for batch in local.batches if batch is not None]
         opened, positions = self._loader.partition.open_windows, self._loader.lane_positions()
-        padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
-        for batch in real:
-            padded[batch.lane] = batch.shape.padded_tokens
-            pairs = [a + b for a, b in zip(pairs, batch.pairs_by_corpus(len(pairs)), strict=True)]
-        totals = torch.tensor(
-            [
-                sum(b.shape.target_tokens for b in real),
-                sum(b.shape.source_tokens for b in real),
-                sum(b.shape.pairs for b in real),
-                len(local.quarantined),
-                int(status.wants_stop),
-                int(status.is_writing),
-                *fixed_point(status.loss_sum),
-                int(self._error is not None),
-                sum(window < len(opened[lane]) for lane, (window, _) in positions.items()),
-                0,
-                *padded,
-                *(local.dropped[rule] for rule in RULES),
-                *pairs,
-            ],
-            dtype=torch.int64,
-        )
-        for batch in real:
-            totals[TOTALS.index("digest")] += batch.digest()  # wraps, as int64 does: a sum modulo 2 ** 64
-        return totals
+        padded = {batch.lane: batch.shape.padded_tokens for batch in real}
+        pairs = [batch.pairs_by_corpus(len(self._corpora)) for batch in real]
+        loss, not_finite = fixed_point(status.loss_sum)
+        return {
+            "target_tokens": sum(batch.shape.target_tokens for batch in real),
+            "source_tokens": sum(batch.shape.source_tokens for batch in real),
+            "pairs": sum(batch.shape.pairs for batch in real),
+            "quarantined": len(local.quarantined),
+            "stop": int(status.wants_stop),
+            "writing": int(status.is_writing),
+            "loss": loss,
+            "not_finite": not_finite,
+            "error": int(self._error is not None),
+            "fading": sum(window < len(opened[lane]) for lane, (window, _) in positions.items()),
+            "digest": (sum(batch.digest() for batch in real) + 2**63) % 2**64 - 2**63,  # as int64 wraps
+            **{f"padded in lane {lane}": padded.get(lane, 0) for lane in range(self._num_lanes)},
+            **{f"dropped by {rule}": local.dropped[rule] for rule in RULES},
+            **{f"pairs of {name}": sum(of[number] for of in pairs) for number, name in enumerate(self._corpora)},
+        }
 
 
 Step = TypeVar("Step", bound=Any)
