@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from dist_transformer.errors import UserError
 from dist_transformer.processes.launching import free_port
 
+Result = TypeVar("Result")
 _CAUSES = (
     (
         r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
@@ -122,12 +124,12 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Returns rank 0's `value`, on every rank (collective)."""
-        values = [value]
+    def from_rank_zero(self, make: Callable[[], Result]) -> Result:
+        """Returns what `make` returns on rank 0, which alone calls it, on every rank (collective)."""
+        values: list[Any] = [make() if self.is_rank_zero else None]
         with self.collective("broadcast_object"):
             dist.broadcast_object_list(values, src=0, group=self.control)
-        return values[0]
+        return values[0]  # type: ignore[no-any-return]
 
     def sum_on_device(self, values: torch.Tensor) -> None:
         """Sums `values` (on the device) over the ranks, in place, as gradients are, and waits for it (collective)."""
@@ -300,11 +302,8 @@ def around_waits(entered: Callable[[], AbstractContextManager[object]]) -> Itera
         with entered():
             return bool(wait(work, *arguments, **named))
 
-    dist.Work.wait = waiting  # type: ignore[method-assign,assignment]
-    try:
+    with patch.object(dist.Work, "wait", waiting):
         yield
-    finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def explain(error: BaseException) -> str | None:

@@ -34,23 +34,22 @@ def run_on_rank_zero(
         UserError: `work` raised it; raised on every rank. Any other exception is raised on rank 0 alone.
         Stopped: a rank wants to stop; raised on every rank. `work` is not interrupted, and ends with the process.
     """
-    worker = _Worker(work) if ranks.is_rank_zero else None
-    if worker is not None:
+    worker = _Worker(work)
+    if ranks.is_rank_zero:
         worker.start()
     before: float | None = None
     patient_until = time.monotonic() + may_wait_seconds
     while True:
-        if worker is not None:
+        if ranks.is_rank_zero:
             worker.join(LOOK_SECONDS)
-        standing: float | None = ranks.broadcast_object(worker.used_seconds() if worker is not None else None)
-        if standing is None:
+        if (standing := ranks.from_rank_zero(worker.used_seconds)) is None:
             break
         if standing != before or time.monotonic() < patient_until:
             progress()
         before = standing
         if wants_stop is not None and any(ranks.all_gather_object(wants_stop())):
             raise Stopped
-    result: Result | UserError = ranks.broadcast_object(worker.result() if worker is not None else None)
+    result = ranks.from_rank_zero(worker.result)
     if isinstance(result, UserError):
         raise result.agreed()
     return result

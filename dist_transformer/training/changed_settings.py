@@ -86,8 +86,7 @@ def compare_and_report(
 ) -> Changes:
     """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective). To be called before
     config.yaml is written."""
-    compared = changes_of(config, prepared, run_dir, checkpoint) if ranks.is_rank_zero else None
-    changes: Changes = ranks.broadcast_object(compared)
+    changes = ranks.from_rank_zero(lambda: changes_of(config, prepared, run_dir, checkpoint))
     if ranks.is_rank_zero and changes.by_key:
         _tell(changes, run_dir)
     return changes

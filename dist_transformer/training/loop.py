@@ -17,7 +17,7 @@ from dist_transformer.training.agreement import Agreement, StepLoss
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import forward
+from dist_transformer.training.engine.objective import inputs_of
 from dist_transformer.training.global_batch import GlobalBatch, GlobalBatchPrefetcher, RankStatus, next_with_pairs
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import MetricsLogger
@@ -170,7 +170,7 @@ class Loop:
             if is_audited := self._errors.is_audited(state.batches, first):
                 engine.gradient_sums.start()
             seed_dropout(seed, device)
-            loss, nll = forward(engine, computed.micro_batches, device)
+            loss, nll = engine(*inputs_of(computed.micro_batches, device))
             engine.backward(loss, batch.target_tokens, is_last=first + at_once >= slots)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
             if is_audited:

@@ -26,7 +26,7 @@ from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.training.engine.bit_sums import bit_sum
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import forward
+from dist_transformer.training.engine.objective import inputs_of
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import add_to_history
 from dist_transformer.training.train_state import seed_dropout
@@ -153,7 +153,7 @@ class SilentErrors:
 
     def _compute(self, of: Pass) -> Tensor:
         seed_dropout(of.dropout_seed, self._ranks.device)
-        loss, _ = forward(self._engine.objective, of.micro_batches, self._ranks.device)
+        loss, _ = self._engine.objective(*inputs_of(of.micro_batches, self._ranks.device))
         return self._engine.sums_of_backward(loss, of.target_tokens)
 
     def _said(self, faults: dict[int, str]) -> str:
@@ -161,7 +161,7 @@ class SilentErrors:
 
     def _record(self, step: int, faults: dict[int, str]) -> list[str]:
         """Records faults by rank; returns the nodes that are excluded from now on (collective)."""
-        return list(self._ranks.broadcast_object(self._write(step, faults) if self._ranks.is_rank_zero else None))
+        return self._ranks.from_rank_zero(lambda: self._write(step, faults))
 
     def _write(self, step: int, faults: dict[int, str]) -> list[str]:
         run_dir = self._run.run_dir

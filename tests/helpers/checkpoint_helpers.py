@@ -86,8 +86,8 @@ class ThreadRanks:
         self._meeting.barrier.wait()
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
-        return self.all_gather_object(value)[0]
+    def from_rank_zero(self, make: Callable[[], Any]) -> Any:
+        return self.all_gather_object(make() if self.is_rank_zero else None)[0]
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         return values.copy_(torch.stack(self.all_gather_object(values)).sum(0))

@@ -98,9 +98,7 @@ class AsyncWriter:
         final = self._run_dir.checkpoints / checkpoints.folder_name(state["step"])
         whole = {**state, "version": VERSION, "state_files": self._ranks.num_ranks, "shapes": engine.shapes()}
         flight = PendingSave(final, json.loads(json.dumps(whole)), time.monotonic())
-        flight.was_there = self._ranks.broadcast_object(
-            _is_there(final, flight.state) if self._ranks.is_rank_zero else None
-        )
+        flight.was_there = self._ranks.from_rank_zero(lambda: _is_there(final, flight.state))
         self._pending = flight
         if not flight.was_there:
             self._progress(f"copying the state for checkpoint {final.name}")
@@ -140,13 +138,12 @@ class AsyncWriter:
         self._pending = None
         step, seconds = int(flight.state["step"]), time.monotonic() - flight.began
         if problem is not None:
-            return Saved(step, None, self._give_up(flight, problem), seconds)
+            return Saved(step, None, self._ranks.from_rank_zero(lambda: self._give_up(flight, problem)), seconds)
         return Saved(step, flight.final, None, seconds, flight.was_there)
 
     def _attempt(self, flight: "PendingSave") -> None:
         """Makes an empty folder, and starts this rank's thread that writes into it (collective)."""
-        problem = _prepare(flight.temporary, flight.needed_bytes) if self._ranks.is_rank_zero else None
-        flight.problem = self._ranks.broadcast_object(problem)
+        flight.problem = self._ranks.from_rank_zero(lambda: _prepare(flight.temporary, flight.needed_bytes))
         flight.writer = None
         if flight.problem is None:
             path = flight.temporary / file_name(self._ranks.rank)
@@ -166,9 +163,7 @@ class AsyncWriter:
             return "; ".join(problems[:3])
         self._progress(f"committing checkpoint {flight.final.name}")
         entries = {file_name(rank): entry for rank, (entry, _) in enumerate(results)}
-        problem: str | None = self._ranks.broadcast_object(
-            _commit(flight, entries) if self._ranks.is_rank_zero else None
-        )
+        problem = self._ranks.from_rank_zero(lambda: _commit(flight, entries))
         self._progress(f"after checkpoint {flight.final.name}")
         return problem
 
@@ -184,20 +179,17 @@ class AsyncWriter:
             before = now
 
     def _give_up(self, flight: "PendingSave", problem: str) -> str:
-        """Removes the unfinished files, and returns a message for people (collective)."""
-        message = None
-        if self._ranks.is_rank_zero:
-            shutil.rmtree(flight.temporary, ignore_errors=True)
-            try:
-                whole = checkpoints.saved(self._run_dir)
-                kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
-            except MachineError:  # of rank 0 alone
-                kept = "earlier ones cannot be read now either"
-            message = (
-                f"{problem} (attempts: {SAVE_ATTEMPTS}); {kept}. Free space or repair the filesystem of "
-                f"{self._run_dir.checkpoints}"
-            )
-        return str(self._ranks.broadcast_object(message))
+        """Removes the unfinished files, and returns a message for people (rank 0)."""
+        shutil.rmtree(flight.temporary, ignore_errors=True)
+        try:
+            whole = checkpoints.saved(self._run_dir)
+            kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
+        except MachineError:  # of rank 0 alone
+            kept = "earlier ones cannot be read now either"
+        return (
+            f"{problem} (attempts: {SAVE_ATTEMPTS}); {kept}. Free space or repair the filesystem of "
+            f"{self._run_dir.checkpoints}"
+        )
 
 
 @dataclass

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -81,13 +82,10 @@ def not_compiling(deepspeed_compiler: Any) -> Iterator[None]:
 
     DeepSpeed compares every optimizer with Muon, whose module compiles; stage 3 excludes its hooks. 1.51 times as fast a start.
     """
-    compile_decorator, disable = deepspeed_compiler.compile, torch.compiler.disable
-    deepspeed_compiler.compile = lambda: deepspeed_compiler.dummy_decorator
-    torch.compiler.disable = lambda fn=None, *_, **__: fn or (lambda function: function)
-    try:
+    without_compile = patch.object(deepspeed_compiler, "compile", lambda: deepspeed_compiler.dummy_decorator)
+    disabled = patch.object(torch.compiler, "disable", lambda fn=None, *_, **__: fn or (lambda function: function))
+    with without_compile, disabled:
         yield
-    finally:
-        deepspeed_compiler.compile, torch.compiler.disable = compile_decorator, disable
 
 
 def call_as_not_compiled(functions: Iterable[Callable[..., Any]]) -> None:

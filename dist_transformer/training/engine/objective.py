@@ -5,7 +5,7 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -79,16 +79,10 @@ class Objective(nn.Module):
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocast)
 
 
-def forward(engine: Callable[..., Any], batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns (loss, nll), each summed over the target tokens of the micro-batches, which are computed as one.
-    `engine`: or the objective within it, which DeepSpeed then hears nothing of."""
-    loss, nll = engine(*inputs_of(batches, device))
-    return loss, nll
-
-
 def inputs_of(batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Tensor | Shapes | int | None, ...]:
-    """Returns the arguments of an `Objective`: the sides on the device, with one copy for all of them, from page-locked
-    memory, so that it is asynchronous; the number of target tokens; shapes if there are several micro-batches."""
+    """Returns the arguments of an `Objective` for micro-batches that are computed as one: the sides on the device, with one
+    copy for all of them, from page-locked memory, so that it is asynchronous; the number of target tokens; shapes if there
+    are several micro-batches."""
     sides = [[getattr(batch, name) for batch in batches] for name in ("source_BS", "target_in_BT", "target_out_BT")]
     flat = torch.cat([tokens.flatten() for side in sides for tokens in side])
     flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.config.schema import OptimizerConfig
 from dist_transformer.training.divergence import Diverged
-from dist_transformer.training.engine.objective import forward
+from dist_transformer.training.engine.objective import inputs_of
 
 STAGES_AND_PRECISIONS = [
     (0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"),
@@ -248,7 +248,7 @@ def test_a_step_asks_a_device_for_numbers_only_in_the_update(make_engine, ranks,
     for _ in range(2):
         with Calls() as passes:
             for batch in batches:
-                loss, _ = forward(engine, [batch], ranks.device)
+                loss, _ = engine(*inputs_of([batch], ranks.device))
                 engine.backward(loss, 20)
         with Calls() as update:
             engine.step(1e-3)
