@@ -31,7 +31,6 @@ def start_local_ranks(
     num_ranks: int,
     *,
     program: Sequence[str] = (),
-    grace_seconds: float = GRACE_SECONDS,
     signals: Signals | None = None,
     are_held: bool = False,
     leave_together: bool = False,
@@ -39,7 +38,7 @@ def start_local_ranks(
     """Runs `train ARGUMENTS` as `num_ranks` processes and waits for all of them.
 
     Signals to this process (USR1, USR2, TERM, INT; HUP as TERM) reach each rank once. When a rank fails, the others
-    have `grace_seconds` to leave, then they are killed. Call it in the main thread.
+    have GRACE_SECONDS to leave, then they are killed. Call it in the main thread.
 
     Args:
         program: the command to run instead of this package.
@@ -59,12 +58,10 @@ def start_local_ranks(
             # A session of its own: else Ctrl-C would reach it from the terminal too, and count twice.
             return subprocess.Popen(command, env={**environment, **of_launcher}, start_new_session=True)
 
-        return _run(start, num_ranks, passed_on, are_held, grace_seconds, leave_together)
+        return _run(start, num_ranks, passed_on, are_held, leave_together)
 
 
-def fork_local_ranks(
-    work: Callable[[], object], num_ranks: int, *, grace_seconds: float = GRACE_SECONDS, signals: Signals | None = None
-) -> int:
+def fork_local_ranks(work: Callable[[], object], num_ranks: int, *, signals: Signals | None = None) -> int:
     """Works as `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
 
     Args:
@@ -79,7 +76,7 @@ def fork_local_ranks(
         return Forked(partial(rank, environment))
 
     with nullcontext(signals) if signals else forwarding_signals() as passed_on:
-        return _run(start, num_ranks, passed_on, True, grace_seconds, True)
+        return _run(start, num_ranks, passed_on, are_held=True, leave_together=True)
 
 
 def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], signals: Signals) -> int:
@@ -171,18 +168,13 @@ def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -
 
 
 def _run(
-    start: Callable[[dict[str, str]], Process],
-    num_ranks: int,
-    signals: Signals,
-    are_held: bool,
-    grace_seconds: float,
-    leave_together: bool,
+    start: Callable[[dict[str, str]], Process], num_ranks: int, signals: Signals, are_held: bool, leave_together: bool
 ) -> int:
     port = free_port()
     with _ended_at_the_end(signals):
         for rank in range(num_ranks):
             signals.add(partial(start, rank_environment(rank, num_ranks, port)), are_held)
-        return _wait_for_all(signals.processes, grace_seconds, leave_together)
+        return _wait_for_all(signals.processes, leave_together)
 
 
 @contextmanager
@@ -210,7 +202,7 @@ def _code_of(
     return code
 
 
-def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bool) -> int:
+def _wait_for_all(ranks: list[Process], leave_together: bool) -> int:
     ended: queue.Queue[int] = queue.Queue()
 
     def report_end(rank: int) -> None:
@@ -235,13 +227,13 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bo
         if first_failure is not None:
             continue
         if was_killed:  # no rank has failed: it had finished its work before it let the others leave
-            say(f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed")
+            say(f"rank {rank} still ran {GRACE_SECONDS:g} s after another had ended; killed")
             codes[rank] = EXIT_FAILED
         elif code not in (EXIT_DONE, EXIT_REQUEUE):
             first_failure = _named_failure(f"rank {rank}", code)
-            deadline = time.monotonic() + grace_seconds
+            deadline = time.monotonic() + GRACE_SECONDS
         elif leave_together and deadline is None:
-            deadline = time.monotonic() + grace_seconds
+            deadline = time.monotonic() + GRACE_SECONDS
     return codes[0] if first_failure is None else first_failure
 
 

@@ -9,11 +9,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from dist_transformer.errors import UserError
 from dist_transformer.package_data import share_folder
+from dist_transformer.processes import launching
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.processes.launching import (
     importing,
@@ -31,7 +33,8 @@ def _program(body: str) -> list[str]:
 
 
 def _run(body: str, num_ranks: int = 3, arguments: list[str] | None = None, grace_seconds: float = 30.0) -> int:
-    return start_local_ranks(arguments or [], num_ranks, program=_program(body), grace_seconds=grace_seconds)
+    with patch.object(launching, "GRACE_SECONDS", grace_seconds):
+        return start_local_ranks(arguments or [], num_ranks, program=_program(body))
 
 
 def test_each_rank_finds_its_place_and_the_arguments(tmp_path: Path) -> None:

@@ -277,7 +277,9 @@ def test_a_rank_that_stays_after_another_has_ended_well_is_killed_too(tmp_path: 
             if place() == {late}:
                 time.sleep(600)
             sys.exit(75 if place() == 0 else 0)
-        sys.exit(fork_local_ranks(rank, 2, grace_seconds=0.5))
+        from dist_transformer.processes import launching
+        launching.GRACE_SECONDS = 0.5
+        sys.exit(fork_local_ranks(rank, 2))
         """,
         tmp_path,
     )
