@@ -37,7 +37,15 @@ class RunLock:
         self._owner, self._wait_seconds, self._beat_seconds = run_dir.owner, wait_seconds, beat_seconds
         self._folder = run_dir.path
         self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False, thread_local=False)
-        self._record: dict[str, Any] = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
+        self._record: dict[str, Any] = {
+            "host": platform.node(),
+            "boot": _boot(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "attempt": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            "token": secrets.token_hex(8),
+            "started": round(time.time(), 3),
+        }
         self._released = threading.Event()
         self._beating = threading.Lock()
 
@@ -85,7 +93,8 @@ class RunLock:
         if not holder and self._folder.is_dir():  # a removed folder is not created again, maybe below a lost mount
             write_json(self._owner, self._record)
         elif holder and holder["token"] != self._record["token"]:
-            _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")
+            say(f"{self._folder}: {_name(holder)} has taken over this run folder; this process ends")
+            os._exit(EXIT_USER_ERROR)  # without a requeue: two jobs that write into one run folder would ruin it
         else:
             os.utime(self._owner)
 
@@ -197,16 +206,6 @@ def _take(lock: filelock.BaseFileLock, wait_seconds: float) -> None:
             raise
 
 
-def _who() -> dict[str, Any]:
-    return {
-        "host": platform.node(),
-        "boot": _boot(),
-        "pid": os.getpid(),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "attempt": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-    }
-
-
 def _name(holder: dict[str, Any]) -> str:
     job = f"job {holder['job']} (attempt {holder['attempt']})" if holder["job"] is not None else "a process"
     return f"{job} with pid {holder['pid']} on {holder['host']}"
@@ -217,9 +216,3 @@ def _boot() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return platform.node()
-
-
-def _leave(message: str) -> None:
-    """Ends this process at once, without a requeue: two jobs that write into one run folder would ruin it."""
-    say(f"{message}; this process ends")
-    os._exit(EXIT_USER_ERROR)
