@@ -241,10 +241,7 @@ class Loop:
             lanes[lane] = torch.tensor(at)
         lane_positions = tuple((window, emitted) for window, emitted in self._ranks.all_reduce_sum(lanes).tolist())
         return {
-            "step": state.step,
-            "batches": state.batches,
-            "skipped_updates": state.skipped_updates,
-            "total_target_tokens": state.total_target_tokens,
+            **vars(state),
             "position": replace(state.position, partition=self._partition, lanes=lane_positions).to_json(),
             "scaler": self._engine.scaler_state(),
             "loss_monitor": self._monitor.state(),

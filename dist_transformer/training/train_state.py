@@ -9,12 +9,6 @@ import torch
 
 from dist_transformer.data.loader.position import Position
 
-INTERVAL_SUMS = (
-    "target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds", "save_seconds",
-    "validation_seconds",
-)  # fmt: skip
-INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
-
 
 @dataclass
 class TrainState:

@@ -13,7 +13,7 @@ from dist_transformer.training.global_batch import GlobalBatch
 from dist_transformer.training.metrics.console import ProgressBar, interval_values, log_interval
 from dist_transformer.training.metrics.system_metrics import NodeSampler
 from dist_transformer.training.run_log import RunLog
-from dist_transformer.training.train_state import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, TrainState
+from dist_transformer.training.train_state import Interval, TrainState
 
 SYSTEM_SECONDS = 30.0
 """Minimum time of training between two "system" records: one per log line would be too many points with many GPUs."""
@@ -51,10 +51,8 @@ class MetricsLogger:
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes a log interval that a checkpoint cut in two."""
         interval, self._last_before = self._interval, state.get("last", {})
-        for name in (*INTERVAL_SUMS, "seconds_before"):
-            setattr(interval, name, state.get(name, 0))
-        for name in INTERVAL_COUNTS:
-            getattr(interval, name).update(state.get(name, {}))
+        for name in vars(interval).keys() & state.keys() - {"losses"}:
+            setattr(interval, name, type(getattr(interval, name))(state[name]))
         if self._ranks.is_rank_zero:
             interval.losses += torch.tensor(state["losses"], dtype=torch.float64, device=self._ranks.device)
 
@@ -62,8 +60,8 @@ class MetricsLogger:
         """Returns the interval so far, for a checkpoint (collective)."""
         interval = self._interval
         return {
+            **{name: value for name, value in vars(interval).items() if name != "started"},
             "losses": self._ranks.all_reduce_sum(interval.losses.cpu().clone()).tolist(),
-            **{name: getattr(interval, name) for name in (*INTERVAL_SUMS, *INTERVAL_COUNTS)},
             "seconds_before": interval.seconds,
             "last": self._of_last_batch(),
         }
