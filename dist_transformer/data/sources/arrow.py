@@ -12,7 +12,6 @@ import pyarrow as pa
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.sources.readers import Pairs, ReaderChain
 from dist_transformer.data.sources.remote import (
-    file_bytes,
     file_fingerprint,
     named_errors,
     open_binary,
@@ -74,25 +73,21 @@ class TableReader:
         return self._rows_left > 0 if self._rows_left is not None else self._find_rows()
 
     def take(self, rows: int) -> Pairs:
-        taken = Pairs([], [], set())
-        while (left := rows - len(taken.source)) and (piece := self._piece(left)) is not None:
-            before = len(taken.source)
-            source, target = self._choose(column_paths(piece.schema), self._name)
-            for column, side in ((source, taken.source), (target, taken.target)):
-                texts, bad = self._texts(piece, column, may_be_numbers=source == target)
-                side += texts
-                taken.bad_encoding |= {before + position for position in bad}
-            self._row += piece.num_rows
-        return taken
+        if (piece := self._piece(rows)) is None:
+            return Pairs([], [], set())
+        names = self._choose(column_paths(piece.schema), self._name)
+        sides = [self._texts(piece, name, may_be_numbers=names[0] == names[1]) for name in names]
+        (source, bad_source), (target, bad_target) = sides
+        self._row += piece.num_rows
+        return Pairs(source, target, {*bad_source, *bad_target})
 
     def skip(self, rows: int) -> int:
-        count = 0
         if self._rows_left is not None:
             count = min(rows, self._rows_left)
             self._skipped, self._rows_left = self._skipped + count, self._rows_left - count
         else:
-            while count < rows and (piece := self._piece(rows - count)) is not None:
-                count += piece.num_rows
+            piece = self._piece(rows)
+            count = 0 if piece is None else piece.num_rows
         self._row += count
         return count
 
@@ -173,10 +168,9 @@ def read_footer(file: str, choose: ChooseColumns) -> ParquetFile:
         empty = parquet.schema_arrow.empty_table()
         for column in columns:
             refuse_other_type(file, column, text_column(empty, column).type)
-        ends = file_fingerprint(file)
-        size = retried(file, lambda: file_bytes(file))
+        found = file_fingerprint(file)
     rows = tuple(parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
-    return ParquetFile(file, size, rows, ends["ends_sha256"], *columns)
+    return ParquetFile(file, found["bytes"], rows, found["ends_sha256"], *columns)
 
 
 def column_paths(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:

@@ -57,16 +57,6 @@ def open_parquet(file: str) -> pq.ParquetFile:
     return pq.ParquetFile(open_seekable(file), pre_buffer=True, page_checksum_verification=True)
 
 
-def file_bytes(file: str) -> int:
-    """Size of a file; DataError if the server does not report it."""
-    if not is_address(file):
-        return os.path.getsize(file)
-    size = _info(file).get("size")
-    if size is None:
-        raise DataError(f"{file}: the server does not say how large this file is. Download it.")
-    return int(size)
-
-
 def files_of_address(address: str) -> list[str]:
     """Returns the addresses that match a pattern, in order; for an address that is no pattern the address itself.
 
@@ -223,7 +213,9 @@ def _matching(address: str) -> list[str]:
 def _remote_ends(file: str) -> dict[str, Any]:
     with _open_remote(file, cache_type="none") as remote:
         if _answers_ranges(remote):
-            return _ends(remote, file_bytes(file))
+            if (size := _info(file).get("size")) is None:
+                raise DataError(f"{file}: the server does not say how large this file is. Download it.")
+            return _ends(remote, int(size))
     info = _info(file)
     version = next((info[field] for field in VERSION_FIELDS if info.get(field)), None)
     return {"bytes": info.get("size"), "version": version}
