@@ -3,20 +3,15 @@ ranks receive progress meanwhile."""
 
 import logging
 import shutil
-from collections.abc import Callable
 
-from dist_transformer.config.schema import TrackingConfig
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
-from dist_transformer.distributed.rounds import Stopped, WantsStop
+from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.reporting.run_report import report_after_training
-from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import CLOSE_SECONDS, MODEL_SECONDS, Status, Tracker
 from dist_transformer.training.checkpoint.final_model import write_final_model
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import note
-from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +19,7 @@ REPORT_SECONDS = 600.0
 """Time for drawing the report before it counts as a hang: many times that of the largest report."""
 MARGIN_SECONDS = 30.0
 """Time that closing takes in addition to its waits for the server."""
+WAITING = "waiting for MLflow to take the rest"
 
 
 class RunEnd:
@@ -33,26 +29,24 @@ class RunEnd:
         tracker: None on all ranks but rank 0, and without tracking.
     """
 
-    def __init__(
-        self, tracking: TrackingConfig, run_dir: RunDir, ranks: Ranks, watchdog: Watchdog, tracker: Tracker | None
-    ) -> None:
-        self._tracking, self._run_dir, self._ranks, self._watchdog = tracking, run_dir, ranks, watchdog
-        self.tracker = tracker
-        self._is_closed = False
+    def __init__(self, run: Run, tracker: Tracker | None) -> None:
+        self._run, self.tracker, self._is_closed = run, tracker, False
 
-    def draw_report(self, wants_stop: WantsStop) -> None:
+    def draw_report(self) -> None:
         """Makes the report, for the run's artifacts (collective). A run that is not tracked gets none.
 
         Raises:
             Stopped: on every rank: a rank was asked to stop.
         """
 
+        run = self._run
+
         def draw() -> None:
-            if report_after_training(self._run_dir) and self.tracker is not None:
+            if report_after_training(run.run_dir) and self.tracker is not None:
                 self.tracker.report_written()
 
-        if self._tracking.enabled:
-            self._on_rank_zero(draw, "drawing the report", REPORT_SECONDS, wants_stop)
+        if run.config.tracking.enabled:
+            run_on_rank_zero(run.ranks, draw, run.doing("drawing the report"), REPORT_SECONDS, run.wants_stop)
 
     def close(self, status: Status) -> None:
         """Waits for MLflow on all ranks (collective)."""
@@ -62,20 +56,15 @@ class RunEnd:
             if self.tracker is not None:
                 self.tracker.close(status)
 
-        if self._tracking.enabled:
+        if self._run.config.tracking.enabled:
             seconds = CLOSE_SECONDS + MODEL_SECONDS + MARGIN_SECONDS
-            self._on_rank_zero(close, "waiting for MLflow to take the rest", seconds)
+            run_on_rank_zero(self._run.ranks, close, self._run.doing(WAITING), seconds)
 
     def close_alone(self, status: Status) -> None:
         """Closes the tracker after an error, when other ranks may be gone; does nothing if it is closed."""
         if self.tracker is not None and not self._is_closed:
-            self._watchdog.progress("waiting for MLflow to take the rest")
+            self._run.watchdog.progress(WAITING)
             self.tracker.close(status)
-
-    def _on_rank_zero(
-        self, work: Callable[[], None], doing: str, seconds: float, wants_stop: WantsStop | None = None
-    ) -> None:
-        run_on_rank_zero(self._ranks, work, lambda: self._watchdog.progress(doing), seconds, wants_stop)
 
 
 def finish(run: Run, end: RunEnd, step: int, early_stop: str) -> bool:
@@ -83,7 +72,7 @@ def finish(run: Run, end: RunEnd, step: int, early_stop: str) -> bool:
     try:
         _write_model(run, end.tracker)
         note(run.run_dir, run.ranks, "finished", step, early_stop)
-        end.draw_report(run.wants_stop)
+        end.draw_report()
     except Stopped:
         return False
     return True

@@ -80,7 +80,7 @@ def train(run: Run) -> tuple[bool, int]:
     engine = _engine(run, objective, checkpoint)
     changes = compare_and_report(run.config, run.data.folder, run.run_dir, checkpoint, run.ranks)
     run_log = _open_run_log(run, state, origin | changes.tags())
-    end = RunEnd(run.config.tracking, run.run_dir, run.ranks, run.watchdog, run_log.tracker if run_log else None)
+    end = RunEnd(run, run_log.tracker if run_log else None)
     try:
         is_finished, early_stop = _loop(run, engine, checkpoint, changes, state, run_log)
         is_finished = is_finished and finish(run, end, state.step, early_stop)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -131,8 +132,13 @@ def ended(
             if all(len(each) >= 2 for each in said):
                 may_end.set()
 
-        watchdog = SimpleNamespace(progress=progress)
-        act(RunEnd(TrackingConfig(), run_dir, ranks, watchdog, tracker if ranks.is_rank_zero else None))
+        run = SimpleNamespace(
+            config=SimpleNamespace(tracking=TrackingConfig()),
+            run_dir=run_dir,
+            ranks=ranks,
+            doing=lambda what: partial(progress, what),
+        )
+        act(RunEnd(run, tracker if ranks.is_rank_zero else None))
 
     with patch.object(finish, "CLOSE_SECONDS", 1):
         on_ranks(num_ranks, on_rank)
@@ -156,13 +162,7 @@ def test_after_an_error_only_the_first_rank_closes_and_nobody_is_waited_for(tmp_
     may_end = threading.Event()
     may_end.set()
     tracker = SlowTracker(may_end)
-    end = RunEnd(
-        TrackingConfig(),
-        RunDir(tmp_path),
-        SimpleNamespace(),
-        SimpleNamespace(progress=print),
-        tracker,
-    )
+    end = RunEnd(SimpleNamespace(watchdog=SimpleNamespace(progress=print)), tracker)
     end.close_alone("FAILED")
     assert tracker.closed_with == ["FAILED"]
 
