@@ -37,12 +37,9 @@ operators with many layers and lanes, which take 0.1 ms each to record. One more
 PREFIX = "dist_transformer."
 STEP = "ProfilerStep*"
 """The range of steps, which torch's profiler makes itself."""
-DATA, FORWARD, ATTENTION, FEED_FORWARD, LOSS, COMMUNICATION = (
-    "data", "forward", "attention", "feed-forward", "loss", "communication",
-)  # fmt: skip
 PARTS = (
-    DATA, FORWARD, ATTENTION, FEED_FORWARD, LOSS, "backward", "optimizer", COMMUNICATION, "tracking", "validation",
-    "checkpoint",
+    "data", "forward", "attention", "feed-forward", "loss", "backward", "optimizer", "communication", "tracking",
+    "validation", "checkpoint",
 )  # fmt: skip
 """Parts of a step in the order of the table. A range has all that is within it: attention, feed-forward and loss lie in
 the forward pass, communication in whatever waits for other ranks."""
@@ -73,13 +70,13 @@ def profiling(
         recorder = _Recorder(run, engine, metrics, marks, written)
         marks.enter_context(patch.object(batches, "next", partial(recorder.next, batches.next)))
         own: Calls = [
-            (batches, "prefetch", DATA), (engine, "backward", "backward"), (engine, "step", "optimizer"),
+            (batches, "prefetch", "data"), (engine, "backward", "backward"), (engine, "step", "optimizer"),
             *((metrics, name, "tracking") for name in ("count", "log", "audit")),
-            (transformer, "label_smoothed_cross_entropy", LOSS), (engine.objective, "forward", FORWARD),
+            (transformer, "label_smoothed_cross_entropy", "loss"), (engine.objective, "forward", "forward"),
         ]  # fmt: skip
         for owner, name, part in (*own, *calls, *_sub_layers(engine.objective)):
             marks.enter_context(patch.object(owner, name, record_function(PREFIX + part)(getattr(owner, name))))
-        marks.enter_context(group.around_waits(partial(record_function, PREFIX + COMMUNICATION)))
+        marks.enter_context(group.around_waits(partial(record_function, f"{PREFIX}communication")))
         with recorder.profiler:
             try:
                 yield
@@ -120,7 +117,7 @@ class _Recorder:
             self._clocks.append((time.perf_counter(), time.process_time()))
             self.profiler.step()
             self._metrics.exclude(time.monotonic() - began)  # to write a profile does not count for the speed
-        with record_function(PREFIX + DATA):
+        with record_function(f"{PREFIX}data"):
             batch = next_batch()
         self._is_computing = bool(batch.pairs) and not batch.stop
         return batch
@@ -177,6 +174,6 @@ class _Recorder:
 def _sub_layers(objective: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str]]:
     for module in objective.modules():
         if isinstance(module, SelfAttention | CrossAttention):
-            yield module, "forward", ATTENTION
+            yield module, "forward", "attention"
         elif isinstance(module, FeedForward):
-            yield module, "forward", FEED_FORWARD
+            yield module, "forward", "feed-forward"
