@@ -19,11 +19,11 @@ from dist_transformer.config.metrics import measured_with
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import CPU_BIND
 from dist_transformer.config.yaml12 import dump
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
+from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import add_to_history
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,10 @@ class Changes:
         return {f"changed_since_step_{self.since_step}": "; ".join(self.texts())} if self.by_key else {}
 
 
-def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None) -> Changes:
+def changes_of(run: Run, checkpoint: Checkpoint | None) -> Changes:
     """Compares the settings of this start with those of the checkpoint; without one there are no changes."""
-    settings, metric = settings_of(config, prepared), config.validation.metric
-    former = _former(run_dir, checkpoint) if checkpoint is not None else None
+    settings, metric = settings_of(run.config, run.data.folder), run.config.validation.metric
+    former = _former(run.run_dir, checkpoint) if checkpoint is not None else None
     if checkpoint is None or former is None:
         return Changes(settings, 0, {}, {}, metric)
     then, now = flatten(former), flatten(settings)
@@ -81,14 +81,12 @@ def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Chec
     return Changes(settings, checkpoint.step, former, {key: (then.get(key), now.get(key)) for key in keys}, metric)
 
 
-def compare_and_report(
-    config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None, ranks: Ranks
-) -> Changes:
+def compare_and_report(run: Run, checkpoint: Checkpoint | None) -> Changes:
     """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective). To be called before
     config.yaml is written."""
-    changes = ranks.from_rank_zero(lambda: changes_of(config, prepared, run_dir, checkpoint))
-    if ranks.is_rank_zero and changes.by_key:
-        _tell(changes, run_dir)
+    changes = run.ranks.from_rank_zero(lambda: changes_of(run, checkpoint))
+    if run.ranks.is_rank_zero and changes.by_key:
+        _tell(changes, run.run_dir)
     return changes
 
 

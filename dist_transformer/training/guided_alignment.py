@@ -8,9 +8,8 @@ reads words (decoding/word_alignment.py).
 Axes: B batch, S source, T target, H heads; K as in data/token_aligner.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor
 
 from dist_transformer.data.loader.rows import RowReader
-from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.token_aligner import NULL_SHARE, TENSION, Lexicon, Pair, train_aligner
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.model.attention import CrossAttention
 from dist_transformer.model.transformer import Shapes, Transformer
+from dist_transformer.training.run import Run
 
 SMALLEST_WEIGHT = 1e-6
 """Added to attention weights before their logarithm."""
@@ -94,16 +92,15 @@ class GuidedAlignment:
         return self._weight * of_tokens_BT.masked_fill(target_BT == self._pad_id, 0.0).sum()
 
 
-def open_lexicon(
-    path: Path, reader: RowReader, manifest: Manifest, ranks: Ranks, progress: Callable[[], None]
-) -> Lexicon:
-    """Returns the lexicon in a file, which is made from the heads of the training corpora if it is not there (collective)."""
+def open_lexicon(run: Run) -> Lexicon:
+    """Returns the lexicon of a run, which is made from the heads of its training corpora if it is not there (collective)."""
+    path, manifest = run.run_dir.lexicon, run.manifest
 
     def make() -> None:
         if not path.is_file():
-            train_aligner(_pairs(reader, len(manifest.training)), manifest.target_vocabulary).save(path)
+            train_aligner(_pairs(run.data.reader, len(manifest.training)), manifest.target_vocabulary).save(path)
 
-    run_on_rank_zero(ranks, make, progress)
+    run_on_rank_zero(run.ranks, make, run.doing("aligning the tokens of the training text"))
     return Lexicon.load(path)
 
 

@@ -1,14 +1,11 @@
 """`training.init_from`: finds the weights that a path names, and initialises a model with them."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import Manifest
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.files import MISPLACED, file_sha256, read_json
@@ -19,6 +16,7 @@ from dist_transformer.run.attempts import warn_of_age
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, Weights
+from dist_transformer.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +34,7 @@ class Found:
     sha256: str
 
 
-def initialise(
-    model: Transformer, config: Config, manifest: Manifest, ranks: Ranks, progress: Callable[[], None]
-) -> dict[str, str]:
+def initialise(run: Run, model: Transformer) -> dict[str, str]:
     """Loads the weights of `training.init_from` into the fp32 model on the CPU (collective); rank 0 logs which.
 
     Returns the values to track: the folder that was used, and the SHA-256 of its weights.
@@ -46,17 +42,23 @@ def initialise(
     Raises:
         UserError: the same on every rank: there is no such model, or it does not fit.
     """
-    found = run_on_rank_zero(ranks, lambda: _found(Path(str(config.training.init_from))), progress)
-    tokenizers = (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256)
+    config, tokenizer, doing = (
+        run.config,
+        run.manifest.tokenizer,
+        run.doing("reading the weights of training.init_from"),
+    )
+    doing()
+    found = run_on_rank_zero(run.ranks, lambda: _found(Path(str(config.training.init_from))), doing)
+    tokenizers = (tokenizer.source_sha256, tokenizer.target_sha256)
     here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
     fit = _load(model, found, here, config.training.init_partially)
-    for result in ranks.all_gather_object(fit):
+    for result in run.ranks.all_gather_object(fit):
         if isinstance(result, UserError):
             raise result.agreed()
     assert isinstance(fit, Fit)
     step = read_json(found.folder / (CONFIG if found.is_model else STATE))["step"]
     log.info("init_from  %s of step %d: %d tensors taken", found.folder, step, len(fit.taken))
-    if fit.others and ranks.is_rank_zero:
+    if fit.others and run.ranks.is_rank_zero:
         log.warning("init_from  these start anew, were left out, or are others now:\n%s", fit_text(fit))
     return {"init_from": str(found.folder.absolute()), "init_from_sha256": found.sha256}
 

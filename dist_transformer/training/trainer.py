@@ -78,7 +78,7 @@ def train(run: Run) -> tuple[bool, int]:
     run_on_rank_zero(run.ranks, lambda: _warn_of_held_out(run), run.doing("looking at what was held out"))
     state = _train_state(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
-    changes = compare_and_report(run.config, run.data.folder, run.run_dir, checkpoint, run.ranks)
+    changes = compare_and_report(run, checkpoint)
     run_log = _open_run_log(run, state, origin | changes.tags())
     end = RunEnd(run, run_log.tracker if run_log else None)
     try:
@@ -131,9 +131,7 @@ def _initial_objective(run: Run) -> Objective:
     torch.manual_seed(run.config.run.seed)
     objective = build_objective(run.config.model, run.training, run.manifest)
     if weight := run.training.guided_alignment:
-        doing = run.doing("aligning the tokens of the training text")
-        lexicon = open_lexicon(run.run_dir.lexicon, run.data.reader, run.manifest, run.ranks, doing)
-        objective.second_loss = GuidedAlignment(objective.model, lexicon, weight).loss
+        objective.second_loss = GuidedAlignment(objective.model, open_lexicon(run), weight).loss
     return objective
 
 
@@ -160,9 +158,7 @@ def _load_initial_weights(run: Run, objective: Objective, checkpoint: Checkpoint
     if checkpoint is not None:
         log.info("init_from  not looked at: the run resumes from step %d", checkpoint.step)
         return {}
-    doing = run.doing("reading the weights of training.init_from")
-    doing()
-    return initialise(objective.model, run.config, run.manifest, run.ranks, doing)
+    return initialise(run, objective.model)
 
 
 def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
