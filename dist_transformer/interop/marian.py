@@ -49,12 +49,12 @@ def import_marian(source: Path, out: Path) -> None:
         UserError: a setting has no counterpart here.
     """
     settings = read_settings(source / CONFIG)
-    ids = settings.ids
-    sides = import_vocabulary(source, settings.sizes, settings.is_shared, ids)
-    weights = from_marian(_read_weights(source), settings.config, sides[0][1], sides[1][1])
+    config, ids = settings.config, settings.ids
+    sides = import_vocabulary(source, settings.sizes, settings.share_encoder_decoder_embeddings, ids)
+    weights = from_marian(_read_weights(source), config, sides[0][1], sides[1][1])
     names = read_tokenizer_names(source)
     languages, how = (names["source_lang"], names["target_lang"]), "imported from a MarianMTModel of Hugging Face"
-    save_imported(out, weights, settings.config, sides, ids, languages, how)
+    save_imported(out, weights, config, sides, ids, languages, how)
 
 
 def save_imported(

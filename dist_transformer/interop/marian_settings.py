@@ -1,7 +1,6 @@
 """Reader of config.json of a MarianMTModel: checks type and range of every entry that matters."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,24 +21,8 @@ ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
 Id = Annotated[int, Field(ge=0, strict=True)]
 
 
-@dataclass(frozen=True)
-class MarianSettings:
-    """Content of config.json.
-
-    Attributes:
-        config: the same model as our configuration.
-        sizes: rows of Marian's matrices, the source's and the target's.
-        is_shared: one vocabulary and one matrix for both languages.
-    """
-
-    config: ModelConfig
-    ids: SpecialTokens
-    sizes: tuple[int, int]
-    is_shared: bool
-
-
-class _Entries(BaseModel):
-    """The entries that matter; those without a default must be given."""
+class MarianSettings(BaseModel):
+    """The entries of config.json that matter; those without a default must be given."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -76,6 +59,35 @@ class _Entries(BaseModel):
             raise PydanticCustomError("start", "expected another id than decoder_start_token_id")
         return value
 
+    @property
+    def ids(self) -> SpecialTokens:
+        return SpecialTokens(self.decoder_start_token_id, self.eos_token_id, self.pad_token_id)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of Marian's matrices, the source's and the target's."""
+        own = None if self.share_encoder_decoder_embeddings else self.decoder_vocab_size
+        return self.vocab_size, own or self.vocab_size
+
+    @property
+    def config(self) -> ModelConfig:
+        """The same model as our configuration."""
+        both_drop_as_many = self.encoder_layerdrop == self.decoder_layerdrop
+        return ModelConfig(
+            d_model=self.d_model,
+            d_ff=self.encoder_ffn_dim,
+            num_heads=self.encoder_attention_heads,
+            num_encoder_layers=self.encoder_layers,
+            num_decoder_layers=self.decoder_layers,
+            dropout=self.dropout,
+            # It matters in training only, so a difference is no reason to refuse.
+            layer_drop=self.encoder_layerdrop if both_drop_as_many else 0.0,
+            activation=ACTIVATIONS[self.activation_function],
+            shared_embeddings=self.share_encoder_decoder_embeddings and self.tie_word_embeddings,
+            tied_output=self.tie_word_embeddings,
+            output_bias=True,
+        )
+
 
 def model_of(given: Mapping[str, Any], problems: Sequence[str], path: Path, advice: str) -> ModelConfig:
     """Our configuration of the network described in `path`. UserError: all its problems, after those found before."""
@@ -85,7 +97,7 @@ def model_of(given: Mapping[str, Any], problems: Sequence[str], path: Path, advi
     except ValidationError as error:
         found = [f"{each['loc'][0]}: {value_problem((), each)}" for each in error.errors()]
     if found := list(dict.fromkeys([*problems, *found])):
-        raise UserError("\n  ".join([f"{path}: cannot be imported:", *found]) + f"\n{advice}")
+        raise _refusal(path, found, advice)
     return config
 
 
@@ -97,33 +109,15 @@ def read_settings(path: Path) -> MarianSettings:
         UserError: all entries that are missing, of the wrong type, or without a counterpart here, together.
     """
     try:
-        found = _Entries(**{name: value for name, value in read_object(path).items() if value is not None})
+        return MarianSettings(**{name: value for name, value in read_object(path).items() if value is not None})
     except ValidationError as error:
         problems = [
-            f"  {each['loc'][0]}: {'is missing' if each['type'] == 'missing' else value_problem((), each)}"
+            f"{each['loc'][0]}: {'is missing' if each['type'] == 'missing' else value_problem((), each)}"
             for each in error.errors()
         ]
-        raise UserError(
-            f"{path}: cannot be imported:\n" + "\n".join(problems) + "\n"
-            "Give a folder of a MarianMTModel that Hugging Face's save_pretrained wrote, with its tokenizer"
-        ) from None
-    is_shared = found.share_encoder_decoder_embeddings
-    config = ModelConfig.model_validate(
-        {
-            "d_model": found.d_model,
-            "d_ff": found.encoder_ffn_dim,
-            "num_heads": found.encoder_attention_heads,
-            "num_encoder_layers": found.encoder_layers,
-            "num_decoder_layers": found.decoder_layers,
-            "dropout": found.dropout,
-            # It matters in training only, so a difference is no reason to refuse.
-            "layer_drop": found.encoder_layerdrop if found.encoder_layerdrop == found.decoder_layerdrop else 0.0,
-            "activation": ACTIVATIONS[found.activation_function],
-            "shared_embeddings": is_shared and found.tie_word_embeddings,
-            "tied_output": found.tie_word_embeddings,
-            "output_bias": True,
-        }
-    )
-    ids = SpecialTokens(found.decoder_start_token_id, found.eos_token_id, found.pad_token_id)
-    target = found.vocab_size if is_shared else found.decoder_vocab_size or found.vocab_size
-    return MarianSettings(config, ids, (found.vocab_size, target), is_shared)
+    advice = "Give a folder of a MarianMTModel that Hugging Face's save_pretrained wrote, with its tokenizer"
+    raise _refusal(path, problems, advice)
+
+
+def _refusal(path: Path, problems: Sequence[str], advice: str) -> UserError:
+    return UserError("\n  ".join([f"{path}: cannot be imported:", *problems]) + f"\n{advice}")
