@@ -23,17 +23,22 @@ def load_profile(name_or_path: str) -> dict[str, Any]:
     the file, each with its line."""
     found = read_yaml(_find(name_or_path))
     as_section = Marked({"slurm": found.values}, {("slurm", *path): place for path, place in found.where.items()})
-    section, problems = take_former_keys(as_section)
-    marked = Marked(section.values["slurm"], {path[1:]: place for path, place in section.where.items()})
+    marked, problems = take_former_keys(as_section)
+    values: dict[str, Any] = marked.values["slurm"]
     known = [key for key in SlurmConfig.model_fields if key != "cluster"]
-    unknown = {key: suggestion(key, known) for key in marked.values if key not in known}
-    problems += [
-        f"{marked.place((key,))}: {key}: no such key in a cluster profile{hint}" for key, hint in unknown.items()
-    ]
-    problems += _bad_values(marked)
+    for key in (key for key in values if key not in known):
+        hint = suggestion(key, known)
+        problems.append(f"{marked.place(('slurm', key))}: {key}: no such key in a cluster profile{hint}")
+    try:
+        checked = SlurmConfig.model_validate({key: values[key] for key in values if key in SlurmConfig.model_fields})
+        problems += [f"{marked.place(path)}: {message}" for path, message in secret_problems({"slurm": checked})]
+    except ValidationError as error:
+        for wrong in error.errors():
+            path = ("slurm", *wrong["loc"])
+            problems.append(f"{marked.place(path)}: {dotted(wrong['loc'])}: {value_problem(path, wrong)}")
     if problems:
         raise ConfigError(problems)
-    return marked.values
+    return values
 
 
 def fill_from_profile(config: Config) -> Config:
@@ -58,15 +63,3 @@ def _find(name_or_path: str) -> Path:
         return folder / f"{name_or_path}.yaml"
     problem = f"no profile {name_or_path!r} in {folder}, and a file of your own is given by its path"
     raise ConfigError([f"slurm.cluster: {problem}{suggestion(name_or_path, known)}"])
-
-
-def _bad_values(marked: Marked) -> list[str]:
-    known = {key: value for key, value in marked.values.items() if key in SlurmConfig.model_fields}
-    try:
-        found = secret_problems({"slurm": SlurmConfig.model_validate(known)})
-        return [f"{marked.place(path[1:])}: {message}" for path, message in found]
-    except ValidationError as error:
-        return [
-            f"{marked.place(wrong['loc'])}: {dotted(wrong['loc'])}: {value_problem(('slurm', *wrong['loc']), wrong)}"
-            for wrong in error.errors()
-        ]
