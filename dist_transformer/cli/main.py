@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,14 @@ def first_sentence(verb: str) -> str:
     return found[1].partition(". ")[0].removesuffix(".") + "."
 
 
-class Commands(Mapping[str, Any]):
+class Commands(UserDict[str, Any]):
     """The command of each verb; its module is imported when it is asked for, for the others would take longer than it."""
 
+    def __init__(self) -> None:
+        super().__init__({verb: place_of(verb) for verbs in VERBS.values() for verb in verbs})
+
     def __getitem__(self, verb: str) -> Any:
-        if verb not in [*self]:
-            raise KeyError(verb)
-        module, name = place_of(verb)
+        module, name = self.data[verb]
         found = getattr(import_module(f"dist_transformer.cli.{module}"), name)
         holder = typer.Typer(add_completion=False)
         holder.callback()(lambda: None)  # makes it a group
@@ -67,13 +68,7 @@ class Commands(Mapping[str, Any]):
 
     def get(self, verb: str, default: Any = None) -> Any:
         """A verb that is not there is `default`; an error of its module is an error, a KeyError too."""
-        return self[verb] if verb in [*self] else default
-
-    def __iter__(self) -> Iterator[str]:
-        return (verb for verbs in VERBS.values() for verb in verbs)
-
-    def __len__(self) -> int:
-        return sum(map(len, VERBS.values()))
+        return self[verb] if verb in self.data else default
 
 
 class Verbs(TyperGroup):
@@ -81,7 +76,7 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "rich_markup_mode": None})
-        self.commands = Commands()  # type: ignore[assignment]
+        self.commands = Commands()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in VERBS.items():

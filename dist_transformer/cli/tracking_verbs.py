@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -87,10 +88,11 @@ def ui_command(
         raise UserError(
             f"{root}: is a run; expected the folder of runs: dist-transformer ui {RunDir(root.absolute().parent).quoted}"
         )
-    from dist_transformer.tracking.tracker import ui_command as command
+    from dist_transformer.tracking.tracker import store_uri
 
     # MLflow's jobs evaluate language models in many processes.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", **os.environ}
-    arguments = [*command(root), "--workers", "1", "--port", str(port)]
+    of_store = ["--backend-store-uri", store_uri(root)]
+    arguments = [sys.executable, "-m", "mlflow", "ui", *of_store, "--workers", "1", "--port", str(port)]
     print(f"http://127.0.0.1:{port}  ('Model training' on its left shows the runs; Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, environment)

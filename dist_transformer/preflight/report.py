@@ -46,14 +46,9 @@ def begin_anew(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_records(folder: Path) -> list[Record]:
-    """Records of all ranks that wrote one."""
-    return [read_json(path) for path in sorted(folder.glob("rank_*.json"))]
-
-
 def write_report(folder: Path, nodes: list[str], tolerance: float) -> Judgement:
     """Judges the nodes and writes report.json and `exclude`."""
-    records = read_records(folder)
+    records: list[Record] = [read_json(path) for path in sorted(folder.glob("rank_*.json"))]
     found = judge(records, nodes, tolerance)
     report = {
         "nodes": found.values,

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -256,11 +255,6 @@ def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) ->
 def store_uri(root: Path) -> str:
     """The store of the runs in `root` that needs no server: one sqlite file."""
     return f"sqlite:///{root.resolve() / STORE}"
-
-
-def ui_command(root: Path) -> list[str]:
-    """The command that shows the runs of `root` in a browser."""
-    return [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

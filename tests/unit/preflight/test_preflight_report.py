@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.files import read_json, write_json
-from dist_transformer.preflight.report import main, rank_file, read_records
+from dist_transformer.preflight.report import main, rank_file
 
 
 def write_rank(folder: Path, rank: int, tflops: float, together: str = "done") -> None:
@@ -91,4 +91,5 @@ def test_the_batch_scripts_python_needs_no_torch(tmp_path):
 def test_only_whole_files_of_ranks_are_read(tmp_path):
     write_rank(tmp_path, 3, 50.0)
     (tmp_path / "report.json").write_text("{}", encoding="utf-8")
-    assert [record["rank"] for record in read_records(tmp_path)] == [3]
+    main([str(tmp_path), "0.8"])
+    assert [*read_json(tmp_path / "report.json")["nodes"]] == ["n4"]

@@ -29,7 +29,7 @@ from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import background_shipper, mlflow_client, shipper
 from dist_transformer.tracking.final_status import settle
 from dist_transformer.tracking.outbox import DeliveryState, add_event
-from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command
+from dist_transformer.tracking.tracker import Status, Tracker, store_uri, sync, target_of
 
 
 @pytest.fixture
@@ -330,8 +330,8 @@ def test_a_run_that_was_moved_away_from_its_store_stays_with_it(stored_run_dir: 
     assert not (tmp_path / "archive" / "mlflow.db").exists()
 
 
-def test_the_command_for_the_browser_names_the_store(stored_run_dir: RunDir) -> None:
-    assert ui_command(stored_run_dir.path.parent)[-2:] == ["--backend-store-uri", store_of(stored_run_dir)]
+def test_the_browser_is_shown_the_store_of_the_folder_of_runs(stored_run_dir: RunDir) -> None:
+    assert store_uri(stored_run_dir.path.parent) == store_of(stored_run_dir)
 
 
 def test_a_store_whose_making_was_interrupted_is_not_there(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
