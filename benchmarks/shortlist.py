@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Rounds]:
                 outputs = (
                     [num_outputs(maps[name], tokenizer, each) for each in inputs] if name in maps else [vocabulary]
                 )
-                bleu = corpus_scores(texts[name], references, loaded.information.target_language)["bleu"]
+                bleu = corpus_scores(texts[name], [references], loaded.information.target_language)["bleu"]
                 same = sum(a == b for a, b in zip(texts[name], texts[NONE], strict=True)) / len(order)
                 rows.append(
                     [

@@ -271,12 +271,11 @@ def _measured(
 ) -> dict[str, Any]:
     from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores
 
-    reference, *further = pairs.references
-    measured = corpus_scores(translations, reference, language, further)
+    measured = corpus_scores(translations, pairs.references, language)
     if tokenised is not None:
-        measured |= tokenised_scores(translations, reference, tokenised, language, further)
+        measured |= tokenised_scores(translations, pairs.references, tokenised, language)
     if metric is not None:
-        measured["plugin"] = measure_of(metric)(translations, reference, pairs.sources)
+        measured["plugin"] = measure_of(metric)(translations, pairs.references[0], pairs.sources)
         measured["plugin_signature"] = metric.identity
     return measured
 

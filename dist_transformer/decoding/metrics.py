@@ -27,28 +27,25 @@ TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 
 
 def corpus_scores(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    target_language: str = "",
-    further_references: Sequence[Sequence[str]] = (),
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], target_language: str = ""
 ) -> dict[str, float | str]:
     """BLEU and chrF (0 to 100) of detokenized text with their signatures, and the share of exact matches (0 to 1).
 
+    `references`: one or more translations of the same lines; a match with any of them counts.
     `target_language` selects BLEU's tokenizer, as in sacreBLEU's command: `zh`, `ja-mecab`, `ko-mecab`, else `13a`.
-    `further_references` are other translations of the same lines; a match with any of them counts.
 
     Raises DataError when there is nothing to score or the sides differ in length.
     """
-    every = _every_reference(hypotheses, references, further_references)
+    _check_lengths(hypotheses, references)
     bleu, chrf = BLEU(tokenize=_tokenizer(target_language)), CHRF()
-    rows = zip(hypotheses, *every, strict=True)
+    rows = zip(hypotheses, *references, strict=True)
     matches = sum(ours.strip() in {each.strip() for each in theirs} for ours, *theirs in rows)
     return {
-        "bleu": bleu.corpus_score(list(hypotheses), every).score,
+        "bleu": bleu.corpus_score(hypotheses, references).score,
         "bleu_signature": str(bleu.get_signature()),
-        "chrf": chrf.corpus_score(list(hypotheses), every).score,
+        "chrf": chrf.corpus_score(hypotheses, references).score,
         "chrf_signature": str(chrf.get_signature()),
-        "exact_match": matches / len(references),
+        "exact_match": matches / len(hypotheses),
     }
 
 
@@ -70,11 +67,7 @@ def bleu_p_values(
 
 
 def tokenised_scores(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    words: Words,
-    target_language: str = "",
-    further_references: Sequence[Sequence[str]] = (),
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], words: Words, target_language: str = ""
 ) -> dict[str, float | str]:
     """BLEU (0 to 100) as computed before sacreBLEU, with signatures: Moses' multi-bleu.perl on tokenised text.
 
@@ -85,21 +78,21 @@ def tokenised_scores(
 
     Raises DataError if there is nothing to score or the sides differ in length.
     """
-    every = _every_reference(hypotheses, references, further_references)
+    _check_lengths(hypotheses, references)
     if words == "moses":
         from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second
 
         language = language_code(target_language) or "en"
         moses = MosesTokenizer(language)
-        hypotheses, *every = (
-            [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, *every)
+        hypotheses, *references = (
+            [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, *references)
         )
         name = f"moses-{language}-{version('sacremoses')}"
     else:
         name = "spaces"
-    whole, whole_signature = _multi_bleu(hypotheses, every, name)
+    whole, whole_signature = _multi_bleu(hypotheses, references, name)
     split, split_signature = _multi_bleu(
-        _with_compounds_split(hypotheses), [*map(_with_compounds_split, every)], f"{name}-compounds"
+        _with_compounds_split(hypotheses), [*map(_with_compounds_split, references)], f"{name}-compounds"
     )
     return {
         "bleu_tokenised": whole,
@@ -113,7 +106,7 @@ def _multi_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]], 
     """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match. The
     signature is sacreBLEU's, with `tokens` as the name of its tokenizer."""
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
-    score = bleu.corpus_score(list(hypotheses), references).score
+    score = bleu.corpus_score(hypotheses, references).score
     return score, str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")
 
 
@@ -122,18 +115,15 @@ def _with_compounds_split(lines: Iterable[str]) -> list[str]:
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
-def _every_reference(
-    hypotheses: Sequence[str], references: Sequence[str], further: Sequence[Sequence[str]]
-) -> list[list[str]]:
-    for lines in (references, *further):
+def _check_lengths(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    for lines in references:
         if len(hypotheses) != len(lines):
             raise DataError(
                 f"{len(hypotheses)} translations cannot be scored against {len(lines)} references: expected one "
                 "reference a translation. Check that both come from the same lines."
             )
-    if not references:
+    if not hypotheses:
         raise DataError("There are no lines to score: expected at least one translation and its reference.")
-    return [list(lines) for lines in (references, *further)]
 
 
 @functools.cache

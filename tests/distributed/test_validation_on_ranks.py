@@ -73,7 +73,7 @@ def test_a_run_records_the_scores_that_evaluate_finds_on_the_same_weights(valida
 
 def test_evaluate_counts_tokenised_bleu_too_when_asked(command, evaluated):
     references = (command.folder / "valid.de").read_text(encoding="utf-8").splitlines()
-    expected = tokenised_scores(evaluated["validation"]["translations"], references, "moses", "de")
+    expected = tokenised_scores(evaluated["validation"]["translations"], [references], "moses", "de")
     assert expected.items() <= evaluated["validation"].items()
     for name, key in (("tokenised", "bleu_tokenised"), ("compound-split", "bleu_compound_split")):
         assert f"{name} BLEU  {expected[key]:.2f}  {expected[f'{key}_signature']}\n" in evaluated["validation"]["said"]

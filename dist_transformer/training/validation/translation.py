@@ -135,7 +135,7 @@ def _translator(run: Run, tokenizer: Tokenizer, engine: Engine) -> Translate:
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
         corpus = config.data.more_validation.get(each.name) or config.data.validation or CorpusConfig()
         with failures_named(ranks):
-            found = corpus_scores(translations, each.references, config.data.languages_of(corpus)[1])
+            found = corpus_scores(translations, [each.references], config.data.languages_of(corpus)[1])
             del found["exact_match"]
             found |= {f"{key}_signature": own_signature for key in measures}
             return found | {key: of(translations, each.references, each.sources) for key, of in measures.items()}

@@ -23,13 +23,13 @@ REFERENCES = ["The cat sat on a mat.", "A dog runs through wet grass.", "Good mo
 
 
 def test_scores_equal_sacrebleus_corpus_functions() -> None:
-    scores = corpus_scores(HYPOTHESES, REFERENCES)
+    scores = corpus_scores(HYPOTHESES, [REFERENCES])
     assert scores["bleu"] == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score
     assert scores["chrf"] == sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score
 
 
 def test_signatures_name_the_tokenizer_and_the_version() -> None:
-    scores = corpus_scores(HYPOTHESES, REFERENCES)
+    scores = corpus_scores(HYPOTHESES, [REFERENCES])
     for part in ("nrefs:1", "case:mixed", "tok:13a", "smooth:exp", f"version:{sacrebleu.__version__}"):
         assert part in str(scores["bleu_signature"])
     for part in ("nrefs:1", "nc:6", "nw:0", f"version:{sacrebleu.__version__}"):
@@ -37,24 +37,24 @@ def test_signatures_name_the_tokenizer_and_the_version() -> None:
 
 
 def test_exact_match_is_the_share_of_equal_lines() -> None:
-    assert corpus_scores(HYPOTHESES, REFERENCES)["exact_match"] == 0.25
-    assert corpus_scores(REFERENCES, REFERENCES)["exact_match"] == 1.0
+    assert corpus_scores(HYPOTHESES, [REFERENCES])["exact_match"] == 0.25
+    assert corpus_scores(REFERENCES, [REFERENCES])["exact_match"] == 1.0
 
 
 def test_a_perfect_translation_scores_100() -> None:
-    scores = corpus_scores(REFERENCES, REFERENCES)
+    scores = corpus_scores(REFERENCES, [REFERENCES])
     assert scores["bleu"] == pytest.approx(100)
     assert scores["chrf"] == pytest.approx(100)
 
 
 def test_sides_of_different_length_are_named_with_their_lengths() -> None:
     with pytest.raises(DataError, match=r"4 translations .* 3 references"):
-        corpus_scores(HYPOTHESES, REFERENCES[:3])
+        corpus_scores(HYPOTHESES, [REFERENCES[:3]])
 
 
 def test_nothing_to_score_is_said() -> None:
     with pytest.raises(DataError, match="no lines to score"):
-        corpus_scores([], [])
+        corpus_scores([], [[]])
 
 
 def spoilt(lines: list[str]) -> list[str]:
@@ -80,7 +80,7 @@ def test_scores_and_signatures_are_those_of_the_sacrebleu_command(tmp_path: Path
     command = [sys.executable, "-m", "sacrebleu", "ref", "-i", "hyp", "-l", languages, "-m", "bleu", "chrf", "-w", "12"]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     bleu, chrf = json.loads(out)
-    ours = corpus_scores(hypotheses, references, languages.split("-")[1])
+    ours = corpus_scores(hypotheses, [references], languages.split("-")[1])
     assert f"{ours['bleu']:.12f}" == f"{bleu['score']:.12f}"
     assert f"{ours['chrf']:.12f}" == f"{chrf['score']:.12f}"
     assert ours["bleu_signature"] == bleu["signature"]
@@ -90,7 +90,7 @@ def test_scores_and_signatures_are_those_of_the_sacrebleu_command(tmp_path: Path
 
 @pytest.mark.parametrize(("language", "tokenizer"), [("de", "13a"), ("", "13a"), ("zh", "zh"), ("zh_CN", "zh")])
 def test_the_target_language_decides_the_tokenizer(language: str, tokenizer: str) -> None:
-    assert f"tok:{tokenizer}|" in str(corpus_scores(HYPOTHESES, REFERENCES, language)["bleu_signature"])
+    assert f"tok:{tokenizer}|" in str(corpus_scores(HYPOTHESES, [REFERENCES], language)["bleu_signature"])
 
 
 def test_without_the_package_for_japanese_characters_are_counted_and_it_is_said(
@@ -99,7 +99,7 @@ def test_without_the_package_for_japanese_characters_are_counted_and_it_is_said(
     monkeypatch.setitem(sys.modules, "MeCab", None)
     monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
     metrics._tokenizer.cache_clear()
-    assert "tok:char|" in str(corpus_scores(HYPOTHESES, REFERENCES, "ja")["bleu_signature"])
+    assert "tok:char|" in str(corpus_scores(HYPOTHESES, [REFERENCES], "ja")["bleu_signature"])
     assert "pip install 'sacrebleu[ja]'" in caplog.text
     metrics._tokenizer.cache_clear()
 
@@ -130,22 +130,22 @@ def some_pairs() -> tuple[list[str], list[str]]:
 
 def test_bleu_of_tokenised_text_is_the_plain_formula_on_its_words() -> None:
     hypotheses, references = some_pairs()
-    scores = tokenised_scores(hypotheses, references, "spaces", "de")
+    scores = tokenised_scores(hypotheses, [references], "spaces", "de")
     assert scores["bleu_tokenised"] == pytest.approx(papineni_bleu(hypotheses, references), abs=1e-9)
     assert 5 < float(scores["bleu_tokenised"]) < 95
     shorter = [line.rsplit(" ", 1)[0] for line in references]
     expected = papineni_bleu(shorter, references)
     assert expected < 90, "the brevity penalty counts"
-    assert tokenised_scores(shorter, references, "spaces")["bleu_tokenised"] == pytest.approx(expected, abs=1e-9)
+    assert tokenised_scores(shorter, [references], "spaces")["bleu_tokenised"] == pytest.approx(expected, abs=1e-9)
 
 
 def test_bleu_of_raw_text_is_that_of_moses_tokens() -> None:
     hypotheses, references = some_pairs()
     moses = MosesTokenizer("de")
     tokenised = [[moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, references)]
-    scores = tokenised_scores(hypotheses, references, "moses", "de_DE")
+    scores = tokenised_scores(hypotheses, [references], "moses", "de_DE")
     assert scores["bleu_tokenised"] == pytest.approx(papineni_bleu(*tokenised), abs=1e-9)
-    assert scores["bleu_tokenised"] != tokenised_scores(hypotheses, references, "spaces")["bleu_tokenised"]
+    assert scores["bleu_tokenised"] != tokenised_scores(hypotheses, [references], "spaces")["bleu_tokenised"]
     assert "tok:moses-de-" in str(scores["bleu_tokenised_signature"])
     assert "smooth:none" in str(scores["bleu_tokenised_signature"])
 
@@ -165,19 +165,19 @@ def test_compounds_are_split_in_three_as_in_tensor2tensor() -> None:
             "x ##AT##-##AT## y-z",
         ],
     ]
-    scores = tokenised_scores(hypotheses, references, "moses", "en")
+    scores = tokenised_scores(hypotheses, [references], "moses", "en")
     assert scores["bleu_compound_split"] == pytest.approx(papineni_bleu(*split), abs=1e-9)
     assert scores["bleu_compound_split"] != scores["bleu_tokenised"]
     assert "-compounds|" in str(scores["bleu_compound_split_signature"])
 
 
 def test_without_four_matching_words_tokenised_bleu_is_0() -> None:
-    assert tokenised_scores(["a b c"], ["a b c"], "spaces")["bleu_tokenised"] == 0
-    assert tokenised_scores(["a b c x"], ["a b c d"], "spaces")["bleu_tokenised"] == 0
+    assert tokenised_scores(["a b c"], [["a b c"]], "spaces")["bleu_tokenised"] == 0
+    assert tokenised_scores(["a b c x"], [["a b c d"]], "spaces")["bleu_tokenised"] == 0
 
 
 def test_tokenised_scores_name_sides_of_different_length_and_no_lines() -> None:
     with pytest.raises(DataError, match=r"4 translations .* 3 references"):
-        tokenised_scores(HYPOTHESES, REFERENCES[:3], "moses")
+        tokenised_scores(HYPOTHESES, [REFERENCES[:3]], "moses")
     with pytest.raises(DataError, match="no lines to score"):
-        tokenised_scores([], [], "moses")
+        tokenised_scores([], [[]], "moses")
