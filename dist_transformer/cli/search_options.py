@@ -29,24 +29,15 @@ PluginOption = Annotated[
 ]
 
 
-def _option_of_search(text: str, *flags: str, **limits: Any) -> Any:
+def option_of_search(text: str, *flags: str, **limits: Any) -> Any:
+    """An option in the panel of the search; `limits`: `min`, `max`."""
     return typer.Option(*flags, help=text, rich_help_panel=PANEL, **limits)
 
 
-BeamOption = Annotated[int | None, _option_of_search("Beam size (6.1: 4).", min=1)]
-PenaltyOption = Annotated[float | None, _option_of_search("Length penalty alpha (6.1: 0.6).", min=0.0, max=10.0)]
-NBestOption = Annotated[int | None, _option_of_search("Translations for each line, best first.", "--n-best", min=1)]
-NoRepeatOption = Annotated[
-    int | None, _option_of_search("No n-gram of so many tokens twice; 0: any.", "--no-repeat-ngram", min=0)
-]
-SamplingOption = Annotated[bool | None, _option_of_search("Draw tokens, no beam.", "--sampling/--no-sampling")]
-TemperatureOption = Annotated[float | None, _option_of_search("Sampling: divides logits.")]
-TopKOption = Annotated[int | None, _option_of_search("Sampling: from so many likeliest tokens; 0: all.", min=0)]
-TopPOption = Annotated[float | None, _option_of_search("Sampling: from the likeliest tokens of this probability.")]
-SeedOption = Annotated[int | None, _option_of_search("Of sampling.", min=0)]
-TooLongOption = Annotated[Literal["refuse", "split"] | None, _option_of_search("Lines above --max-source-tokens.")]
-MaxSourceOption = Annotated[int | None, _option_of_search("Longest line, in tokens, translated at once.", min=2)]
-MaxTokensOption = Annotated[int | None, _option_of_search("Source tokens times beam in one batch.", min=1)]
+BeamOption = Annotated[int | None, option_of_search("Beam size (6.1: 4).", min=1)]
+PenaltyOption = Annotated[float | None, option_of_search("Length penalty alpha (6.1: 0.6).", min=0.0, max=10.0)]
+TooLongOption = Annotated[Literal["refuse", "split"] | None, option_of_search("Lines above --max-source-tokens.")]
+MaxSourceOption = Annotated[int | None, option_of_search("Longest line, in tokens, translated at once.", min=2)]
 
 
 def search_settings(model: Path, **given: Any) -> DecodingConfig:

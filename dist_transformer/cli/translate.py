@@ -12,6 +12,7 @@ import typer
 
 from dist_transformer.cli import search_options as options
 from dist_transformer.cli.arguments import write_utf8
+from dist_transformer.cli.search_options import option_of_search
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
@@ -45,16 +46,18 @@ def translate_command(
     engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
-    n_best: options.NBestOption = None,
-    no_repeat_ngram: options.NoRepeatOption = None,
-    sampling: options.SamplingOption = None,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    seed: options.SeedOption = None,
+    n_best: Annotated[int | None, option_of_search("Translations for each line, best first.", min=1)] = None,
+    no_repeat_ngram: Annotated[
+        int | None, option_of_search("No n-gram of so many tokens twice; 0: any.", min=0)
+    ] = None,
+    sampling: Annotated[bool | None, option_of_search("Draw tokens, no beam.", "--sampling/--no-sampling")] = None,
+    temperature: Annotated[float | None, option_of_search("Sampling: divides logits.")] = None,
+    top_k: Annotated[int | None, option_of_search("Sampling: from so many likeliest tokens; 0: all.", min=0)] = None,
+    top_p: Annotated[float | None, option_of_search("Sampling: from the likeliest tokens of this probability.")] = None,
+    seed: Annotated[int | None, option_of_search("Of sampling.", min=0)] = None,
     too_long: options.TooLongOption = None,
     max_source_tokens: options.MaxSourceOption = None,
-    max_tokens: options.MaxTokensOption = None,
+    max_tokens: Annotated[int | None, option_of_search("Source tokens times beam in one batch.", min=1)] = None,
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Append pairs of words: 0-0 1-2.", rich_help_panel=FORM)
     ] = False,
@@ -74,21 +77,10 @@ def translate_command(
         raise UserError(f"--mbr {mbr}: writes one translation a line, of so many; drop --n-best {n_best}")
     if mbr is not None and find_spec("fastchrf") is None:
         raise UserError(f"--mbr {mbr}: needs the package fastchrf: pip install 'dist-transformer[mbr]'")
-    settings = options.search_settings(
-        model,
-        beam_size=beam,
-        length_penalty=length_penalty,
-        n_best=mbr or n_best,
-        no_repeat_ngram_size=no_repeat_ngram,
-        sampling=sampling,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        too_long=too_long,
-        max_source_tokens=max_source_tokens,
-        max_tokens=max_tokens,
-    )
+    of_beam = {"beam_size": beam, "length_penalty": length_penalty, "no_repeat_ngram_size": no_repeat_ngram}
+    of_draws = {"sampling": sampling, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    limits = {"too_long": too_long, "max_source_tokens": max_source_tokens, "max_tokens": max_tokens}
+    settings = options.search_settings(model, n_best=mbr or n_best, **of_beam, **of_draws, **limits)
     if settings.too_long == "split" and alignment:
         raise UserError("--too-long split: a line that is cut has no alignment of its own; drop one of them")
     if engine == "ctranslate2" and alignment:
