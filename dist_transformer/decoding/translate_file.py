@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.decoding import sharded_files
 from dist_transformer.decoding.engines import folders_of, open_search
-from dist_transformer.decoding.sharded_files import (
-    LineReader,
-    Parts,
-    chunk_lines,
-    digest_and_lines,
-    digest_of,
-    open_parts,
-)
 from dist_transformer.decoding.translation_lines import Task, translated
 from dist_transformer.errors import EXIT_REQUEUE, UserError, say
 from dist_transformer.format import progress_bar
@@ -47,15 +40,15 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     rank = int(os.environ.get("RANK", "0"))
     folders = folders_of(task.engine, task.models)
     plan, num_lines = _plan(task, folders, source)
-    lines_of_chunk = chunk_lines(num_lines)
-    parts = open_parts(output, plan, -(-num_lines // lines_of_chunk))
+    lines_of_chunk = sharded_files.chunk_lines(num_lines)
+    parts = sharded_files.open_parts(output, plan, -(-num_lines // lines_of_chunk))
     if parts is None:
         if rank == 0:
             say(f"{output}: is there already")
         return
     search = open_search(task.engine, folders, task.settings, task.plugin)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
-    readers = [LineReader(path) for path in (source, task.prefix) if path is not None]
+    readers = [sharded_files.LineReader(path) for path in (source, task.prefix) if path is not None]
     last_report = time.monotonic()
     with progress_bar() if rank == 0 else nullcontext(lambda stage, done, total: None) as show:
         for chunk in range(rank, parts.num_chunks, num_ranks):
@@ -79,7 +72,7 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
     Batch sizes are excluded, unless there is a shortlist: a translation then has the tokens of its batch. `too_long` is
     excluded too, so that a translation can resume after a refused line by cutting it.
     """
-    digest, num_lines = digest_and_lines(source)
+    digest, num_lines = sharded_files.digest_and_lines(source)
     plan: dict[str, Any] = {
         "input": digest,
         "lines": num_lines,
@@ -90,7 +83,7 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
     if task.mbr:
         plan["mbr"] = True
     if task.prefix is not None:
-        plan["prefixes"], num_prefixes = digest_and_lines(task.prefix)
+        plan["prefixes"], num_prefixes = sharded_files.digest_and_lines(task.prefix)
         if num_prefixes != num_lines:
             raise UserError(
                 f"{task.prefix}: {num_prefixes} prefixes for the {num_lines} lines of {source}: expected one for each, on a line "
@@ -98,7 +91,7 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
             )
     for number, folder in enumerate(folders, start=1):
         files = sorted(file for file in folder.iterdir() if file.name.endswith(FILES_OF_A_MODEL))
-        plan |= {f"model {number}: {file.name}": digest_of(file) for file in files}
+        plan |= {f"model {number}: {file.name}": sharded_files.digest_of(file) for file in files}
     has_shortlist = any(name.endswith(VOCABULARY_MAP) for name in plan)
     settings = task.settings.model_dump(exclude={"too_long"} if has_shortlist else {"max_tokens", "too_long"})
     plan |= {f"decoding.{name}": value for name, value in settings.items()}
@@ -112,7 +105,7 @@ class _StoppableSearcher:
     takes longer than the job's time limit would requeue it forever.
     """
 
-    def __init__(self, searcher: Searcher, stop: StopRequest, parts: Parts) -> None:
+    def __init__(self, searcher: Searcher, stop: StopRequest, parts: sharded_files.Parts) -> None:
         self._searcher, self._stop, self._parts, self._num_before = searcher, stop, parts, parts.num_done()
         self.max_positions = searcher.max_positions
 

@@ -1,3 +1,3 @@
 """Tracking in MLflow. metrics.jsonl in the run folder is authoritative and needs no server; `tracker` appends events
-for MLflow to an outbox next to it; `shipper` sends both to the server, `background_shipper` in a thread that training
-never waits for; `outbox` records the state of delivery; `mlflow_client` is the adapter of MLflow."""
+for MLflow to an outbox next to it; `shipper` sends both to the server, in a thread that training never waits for;
+`outbox` records the state of delivery; `mlflow_client` is the adapter of MLflow."""

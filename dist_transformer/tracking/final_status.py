@@ -8,9 +8,8 @@ from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
-from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.outbox import add_event
-from dist_transformer.tracking.shipper import Shipper
+from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
 from dist_transformer.tracking.tracker import memory_of, target_of
 
 _ADAPTER = "dist_transformer.tracking.mlflow_client"

@@ -25,7 +25,6 @@ from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record, sound
-from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.content import UPLOAD_MEGABYTES, megabytes_of
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import send_model
@@ -38,7 +37,7 @@ from dist_transformer.tracking.outbox import (
     add_event,
     load_memory,
 )
-from dist_transformer.tracking.shipper import Delivery, Shipper
+from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
 
 logger = logging.getLogger(__name__)
 

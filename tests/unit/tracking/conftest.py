@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow_server import Postgres, Server
 
 from dist_transformer.run.folder import RunDir
-from dist_transformer.tracking import background_shipper
+from dist_transformer.tracking import shipper
 
 
 @pytest.fixture(scope="session")
@@ -42,8 +42,8 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks for new points and for the server more often than a real run does."""
-    monkeypatch.setattr(background_shipper, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(background_shipper, "LONGEST_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(shipper, "LONGEST_WAIT_SECONDS", 1.0)
 
 
 @pytest.fixture(autouse=True)

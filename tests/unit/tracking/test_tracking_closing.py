@@ -17,7 +17,7 @@ from tracking_helpers import curves_in_file, curves_on_server, run_id_of, sent_s
 from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking import background_shipper, mlflow_client, mlflow_models, shipper
+from dist_transformer.tracking import mlflow_client, mlflow_models, shipper
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, ServerTrouble, Target, add_event, load_memory
@@ -63,7 +63,7 @@ def test_status_points_and_report_are_there_before_the_upload_of_the_model_begin
         seen.append(curves_on_server(store_of(stored_run_dir), run.run_id))
         seen.append("report.html" in [file.path for file in client.list_artifacts(run.run_id)])
 
-    monkeypatch.setattr(background_shipper, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(mlflow_models, "log_model", look_around)
     tracker = trained(stored_run_dir)
     wait_until(lambda: sent_step(stored_run_dir) == 20)  # and so it has looked at the model, long before the end

@@ -30,7 +30,7 @@ from tracking_helpers import (
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking import background_shipper
+from dist_transformer.tracking import shipper
 from dist_transformer.tracking.mlflow_client import RUN_UID_TAG
 from dist_transformer.tracking.tracker import Tracker
 
@@ -131,8 +131,8 @@ def test_a_batch_whose_confirmation_is_lost_is_stored_once(
 def test_a_run_every_first_confirmation_of_which_is_lost_is_there_once_with_all_that_belongs_to_it(
     server: Server, proxy: Proxy, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_shipper, "FIRST_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(background_shipper, "LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(shipper, "FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(shipper, "LONGEST_WAIT_SECONDS", 0.05)
     proxy.set_fault(Fault(is_rank_zero=True, is_cut=True))
     tracker, log = following(run_dir, proxy.uri)
     train(log, range(1, 31))

@@ -26,7 +26,7 @@ from tracking_helpers import (
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking import background_shipper
+from dist_transformer.tracking import shipper
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.tracker import sync
@@ -95,7 +95,7 @@ def test_a_server_that_is_not_mlflow_is_not_remembered(stored_run_dir: RunDir, m
 def test_one_warning_and_one_line_of_relief_for_an_outage(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background_shipper, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(shipper, "FIRST_WAIT_SECONDS", 0.01)
     failures = iter(range(4))
     log_points = TrackedRun.log_points
 

@@ -26,7 +26,7 @@ from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking import background_shipper, mlflow_client, shipper
+from dist_transformer.tracking import mlflow_client, shipper
 from dist_transformer.tracking.final_status import settle
 from dist_transformer.tracking.outbox import DeliveryState, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, store_uri, sync, target_of
@@ -88,7 +88,7 @@ def test_after_a_rewind_every_step_stands_once_on_the_server(stored_run_dir: Run
 def test_a_rewind_while_the_tracker_runs_repeats_and_loses_nothing(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_shipper, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.05)
     tracker = started(stored_run_dir)
     log = MetricsLog(stored_run_dir.metrics)
     train(log, range(1, 21))
