@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.constraints import IMPOSSIBLE, Constraints
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.model.search_interface import Hypothesis
@@ -83,12 +82,10 @@ class _Finished:
 class BeamSearch:
     """The search of one batch: live hypotheses as rows of the cache, finished ones, and results by input position."""
 
-    def __init__(
-        self, ensemble: Ensemble, constraints: Constraints, ids: SpecialTokens, config: DecodingConfig
-    ) -> None:
+    def __init__(self, ensemble: Ensemble, constraints: Constraints, config: DecodingConfig) -> None:
         """`ensemble` and `constraints` belong to the same sentences, with `config.beam_size` rows each."""
         num_sentences, beam_size, device = len(constraints.longest), config.beam_size, ensemble.device
-        self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
+        self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, constraints.ids, config
         self.longest_N = torch.tensor(constraints.longest, device=device)
         penalties = [length_penalty(longest, config.length_penalty) for longest in constraints.longest]
         self.longest_penalty_N = torch.tensor(penalties, device=device)
@@ -97,7 +94,7 @@ class BeamSearch:
         # All rows of a sentence begin equal: only the first counts until the first step makes them differ.
         self.live_NK = torch.full((num_sentences, beam_size), IMPOSSIBLE, device=device)
         self.live_NK[:, 0] = 0.0
-        self.newest_B = torch.full((num_sentences * beam_size,), ids.bos, device=device)
+        self.newest_B = torch.full((num_sentences * beam_size,), self.ids.bos, device=device)
         none_NK = torch.full((num_sentences, config.n_best), IMPOSSIBLE, device=device)
         self.finished = _Finished(none_NK, none_NK, self.live_token_NKT[:, : config.n_best])
         self.results: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]

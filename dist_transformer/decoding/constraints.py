@@ -19,15 +19,10 @@ class Constraints:
     """Constraints of each sentence of a batch."""
 
     def __init__(
-        self,
-        batch: Sequence[SearchInput],
-        rows_per_sentence: int,
-        ids: SpecialTokens,
-        max_positions: int | None,
-        config: DecodingConfig,
+        self, batch: Sequence[SearchInput], ids: SpecialTokens, max_positions: int | None, config: DecodingConfig
     ) -> None:
         """Raises UserError if a prefix leaves no position for the end of the translation."""
-        self.rows_per_sentence, self.ids, self.ngram_size = rows_per_sentence, ids, config.no_repeat_ngram_size
+        self.rows_per_sentence, self.ids, self.ngram_size = config.rows_per_sentence, ids, config.no_repeat_ngram_size
         self.prefixes = [sentence.prefix for sentence in batch]
         self.longest = [longest_output(sentence, max_positions, config) for sentence in batch]
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.decoding.constraints import Constraints
 from dist_transformer.decoding.ensemble import Ensemble
@@ -57,14 +56,9 @@ class Sampling:
     """
 
     def __init__(
-        self,
-        ensemble: Ensemble,
-        constraints: Constraints,
-        batch: Sequence[SearchInput],
-        ids: SpecialTokens,
-        config: DecodingConfig,
+        self, ensemble: Ensemble, constraints: Constraints, batch: Sequence[SearchInput], config: DecodingConfig
     ) -> None:
-        self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
+        self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, constraints.ids, config
         num_rows, device = len(batch) * config.n_best, ensemble.device
         drawn = [
             draws(config.seed, sentence.number, number, max(constraints.longest))
@@ -73,7 +67,7 @@ class Sampling:
         ]
         self.draw_BT = torch.tensor(drawn, dtype=torch.float64, device=device)
         self.token_BT = torch.empty(num_rows, 0, dtype=torch.long, device=device)
-        self.newest_B = torch.full((num_rows,), ids.bos, device=device)
+        self.newest_B = torch.full((num_rows,), self.ids.bos, device=device)
         self.log_probability_B = torch.zeros(num_rows, dtype=torch.float64, device=device)
         self.results: list[list[Hypothesis]] = [[] for _ in batch]
         self.input_position = list(range(len(batch)))

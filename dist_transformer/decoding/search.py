@@ -45,13 +45,13 @@ class TorchSearcher:
         prefix leaves no position for the end of the translation; or the scores are NaN."""
         if not batch:
             return []
-        constraints = Constraints(batch, self.config.rows_per_sentence, self.ids, self.max_positions, self.config)
+        constraints = Constraints(batch, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
         ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)
         if self.config.sampling:
-            found = Sampling(ensemble, constraints, batch, self.ids, self.config).run()
+            found = Sampling(ensemble, constraints, batch, self.config).run()
         else:
-            found = BeamSearch(ensemble, constraints, self.ids, self.config).run()
+            found = BeamSearch(ensemble, constraints, self.config).run()
         # NaN cannot be compared: the search then finds nothing, or anything.
         if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
             raise UserError(

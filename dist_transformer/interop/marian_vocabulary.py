@@ -93,7 +93,9 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
     write_json(folder / VOCABULARY, vocabularies[0])
     if not is_shared:
         write_json(folder / TARGET_VOCABULARY, vocabularies[1])
-    write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(protos[0], tokenizer, vocabularies, is_shared, languages))
+    write_json(
+        folder / TOKENIZER_CONFIG, _tokenizer_config(protos[0], tokenizer, vocabularies[1], is_shared, languages)
+    )
     return [len(vocabulary) for vocabulary in vocabularies]
 
 
@@ -184,13 +186,9 @@ def _language_code(piece: str) -> str:
 
 
 def _tokenizer_config(
-    proto: Any,
-    tokenizer: Tokenizer,
-    vocabularies: Sequence[dict[str, int]],
-    is_shared: bool,
-    languages: tuple[str, str],
+    proto: Any, tokenizer: Tokenizer, target: Mapping[str, int], is_shared: bool, languages: tuple[str, str]
 ) -> dict[str, Any]:
-    text_of = {number: text for text, number in vocabularies[1].items()}
+    text_of = {number: text for text, number in target.items()}
     names: dict[str, Any] = {"eos_token": text_of[tokenizer.eos_id], "pad_token": text_of[tokenizer.pad_id]}
     if tokenizer.bos_id != tokenizer.pad_id:
         names["bos_token"] = text_of[tokenizer.bos_id]

@@ -16,8 +16,8 @@ def allowed(
     tokens: list[int], prefix: list[int], longest: int = 20, rows_per_sentence: int = 1, **settings: int
 ) -> list[set[int]]:
     """For each row: the tokens that may follow `tokens`."""
-    config = DecodingConfig(max_extra_tokens=longest - 1, **settings)
-    constraints = Constraints([SearchInput([2], prefix, 0)], rows_per_sentence, IDS, None, config)
+    config = DecodingConfig(beam_size=rows_per_sentence, max_extra_tokens=longest - 1, **settings)
+    constraints = Constraints([SearchInput([2], prefix, 0)], IDS, None, config)
     logits = torch.arange(VOCABULARY).float().repeat(rows_per_sentence, 1)
     expected = logits.clone()
     constraints.apply(logits, torch.tensor([tokens] * rows_per_sentence).view(rows_per_sentence, -1))
@@ -72,7 +72,7 @@ def test_a_token_is_forbidden_exactly_if_it_ends_an_ngram_that_the_row_has(size:
 
 def test_sentences_that_are_done_take_their_constraints_along() -> None:
     batch = [SearchInput([2], [3], 0), SearchInput([2], [4], 1), SearchInput([2], [5], 2)]
-    constraints = Constraints(batch, 1, IDS, None, DecodingConfig())
+    constraints = Constraints(batch, IDS, None, DecodingConfig(beam_size=1))
     constraints.select([2, 0])
     logits = torch.zeros(2, VOCABULARY)
     constraints.apply(logits, torch.empty(2, 0, dtype=torch.long))
