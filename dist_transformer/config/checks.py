@@ -6,14 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dist_transformer.config import data_checks
 from dist_transformer.config.credentials import holds_secret, secret_problems, without_credentials
-from dist_transformer.config.data_checks import (
-    check_corpora,
-    check_filters,
-    check_mixture,
-    check_sampling,
-    corpus_file_problems,
-)
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
 from dist_transformer.config.parameter_names import check_patterns
@@ -40,7 +34,7 @@ def file_problems(
     data: DataConfig | None, tokenizer: TokenizerConfig | None, is_made: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
     """Returns a problem for each missing local file of the corpora and the tokenizer that nothing makes (`is_made`)."""
-    of_data = corpus_file_problems(data, is_made) if data else ()
+    of_data = data_checks.corpus_file_problems(data, is_made) if data else ()
     return [*of_data, *(_model_file_problems(tokenizer, is_made) if tokenizer else ())]
 
 
@@ -309,6 +303,6 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     lambda run: run_name_problems(run.name),
     *(check_model, _check_positions, _check_plugin, _check_vocabulary),
     *(_check_schedule, _check_matrices, _check_step, check_patterns, check_lanes, _check_batches),
-    *(check_corpora, check_filters, check_mixture, check_sampling),
+    *(data_checks.check_corpora, data_checks.check_filters, data_checks.check_mixture, data_checks.check_sampling),
     *(_check_checkpoints, _check_validation, _check_divergence, _check_tracking),
 )
