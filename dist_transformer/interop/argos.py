@@ -4,6 +4,7 @@ Argos gives CTranslate2 the pieces of a sentence without their end, so the model
 """
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ from dist_transformer.files import read_json, replacing
 from dist_transformer.interop.ctranslate2_export import INFORMATION, export_ctranslate2
 from dist_transformer.interop.model_card import CARD, exported_card
 from dist_transformer.interop.model_folder import SOURCE_MODEL, LoadedModel, card_of
-from dist_transformer.run.outputs import writing
+from dist_transformer.run.outputs import is_stream, writing
 
 NAMES = "ar:Arabic cs:Czech de:German en:English es:Spanish fr:French it:Italian ja:Japanese nl:Dutch pl:Polish pt:Portuguese "
 NAMES += "ru:Russian sv:Swedish tr:Turkish uk:Ukrainian zh:Chinese"
@@ -44,6 +45,7 @@ def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None
             "README.md": exported_card("argos", card_of(loaded), asdict(about)),
         }
         contents["sentencepiece.model"] = contents.pop(f"model/{SOURCE_MODEL}")
-        with replacing(out) as file, ZipFile(file, "w") as package:
+        opened = out.open("wb") if is_stream(out) else replacing(Path(os.path.realpath(out)))  # a link stays a link
+        with opened as file, ZipFile(file, "w") as package:
             for name, content in sorted(contents.items()):  # without times: equal models become equal packages
                 package.writestr(ZipInfo(f"translate-{source}_{target}/{name}"), content, ZIP_DEFLATED)

@@ -52,6 +52,15 @@ def test_equal_models_are_equal_packages(tmp_path: Path):
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
+def test_a_package_goes_into_devices_and_through_links(tmp_path: Path):
+    loaded = make_model_folder(tmp_path / "ours")
+    for name, target in (("nowhere", Path("/dev/null")), ("latest", tmp_path / "package")):
+        (tmp_path / name).symlink_to(target)
+        export_argos(loaded, tmp_path / name)
+        assert (tmp_path / name).readlink() == target
+    assert ZipFile(tmp_path / "package").testzip() is None
+
+
 def test_what_a_package_cannot_hold_is_refused_and_what_is_there_stays(tmp_path: Path):
     loaded = make_model_folder(tmp_path / "two", is_shared=False, tied_output=False)
     with pytest.raises(UserError, match=r"one sentencepiece model, this one two: train tokenizer\.shared: true"):
