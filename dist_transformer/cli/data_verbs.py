@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import ConfigArgument, Overrides, RunArgument, read_run
+from dist_transformer.cli.arguments import ConfigArgument, Overrides, RunArgument, read_run, write_utf8
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
@@ -46,6 +46,7 @@ def inspect_command(
         raise UserError(f"--lane {lane}: data.lanes is {config.data.lanes}, so lanes are 0 to {config.data.lanes - 1}")
     folder, manifest = prepare_with_progress(config)
     seen = batch_of_step(open_run_data(config, folder, manifest), run_dir if run.is_dir() else None, step)
+    write_utf8()
     print_batch(seen, manifest)
     print_rows(seen, manifest, load_tokenizer(folder, manifest.tokenizer), lane, rows)
 

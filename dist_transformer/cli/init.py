@@ -19,7 +19,7 @@ from dist_transformer.config.schema import PRESETS
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
-from dist_transformer.run.outputs import check_output, write_output, writing
+from dist_transformer.run.outputs import check_output, is_stream, write_output, writing
 
 if TYPE_CHECKING:  # at run time it would import numpy for every command
     from dist_transformer.data.sources.survey import Pair
@@ -81,6 +81,8 @@ def init_command(
     out = out or Path(f"{name}.yaml")
     folder = out.parent.absolute() / f"{out.stem}-text"
     check_output(out, "a configuration", is_file=True)
+    if is_stream(out):
+        raise UserError(f"--out {out}: is a device or a pipe, expected a file, which `train` reads")
     check_output(folder, "text files")
 
     from dist_transformer.data.sources.corpus import read_pairs
@@ -114,9 +116,6 @@ def init_command(
     sections = proposal.proposed(preset, tokens, longest, found.characters, max_steps)
     num_ranks = min(sections["data"]["lanes"], profile.get("ranks_per_node", 1))
     if splits:
-        _write_text(
-            data, {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}, folder, found.pairs
-        )
         corpora |= {split: CorpusConfig(**{side: f"{split}.{code}" for side, code in zip(SIDES, languages, strict=True)})
                     for split in ("train", *splits)}  # fmt: skip
     files = {split: each.model_dump(exclude_defaults=True) for split, each in {"train": corpus, **corpora}.items()}
@@ -128,6 +127,9 @@ def init_command(
         recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens), num_ranks=num_ranks,
         cluster=cluster, has_slurm=has_slurm, profile=profile,
     )  # fmt: skip
+    if splits:
+        parts = {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}
+        _write_text(data, parts, folder, found.pairs)
     write_output(out, text)
     load_config(out)
     if chosen:

@@ -164,6 +164,8 @@ class Loop:
             found = [
                 micro_batch for micro_batch in batch.micro_batches[first : first + at_once] if micro_batch is not None
             ]
+            if self._config.training.zero_stage == 3:  # as many look-ups, and so as many gathers, on each rank
+                found += [self._weightless] * (min(at_once, slots - first) - len(found))
             lane = self._ranks.rank + first * self._ranks.num_ranks
             seed = dropout_seed(self._config.run.seed, state.batches, lane)
             computed = Pass(found or [self._weightless], seed, batch.target_tokens)

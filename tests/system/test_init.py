@@ -89,6 +89,17 @@ def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
     assert "no problem found" in command("config", "check", "table.yaml")
 
 
+@pytest.mark.parametrize("preset", ["tiny", "small", "base", "big"])
+def test_each_size_of_the_model_gives_a_configuration_without_problems(command: Command, preset: str) -> None:
+    command("init", "train.en", "train.de", "--yes", "--preset", preset, "--name", f"sized-{preset}")
+    assert "no problem found" in command("config", "check", f"sized-{preset}.yaml")
+
+
+def test_a_configuration_cannot_go_where_train_would_not_read_it(command: Command) -> None:
+    said = command("init", "train.en", "train.de", "--yes", "--out", "/dev/stdout", code=2)
+    assert "--out /dev/stdout: is a device or a pipe, expected a file" in said
+
+
 def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes(
     command: Command, tmp_path: Path
 ) -> None:

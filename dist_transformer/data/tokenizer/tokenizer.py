@@ -262,7 +262,7 @@ def _training_error(message: str, kind: str, size: int) -> DataError:
     if required := re.search(r"required_chars. (\d+) vs (\d+)", message):
         return DataError(
             f"tokenizer.vocabulary_size: {size} pieces are fewer than the {required.group(2)} that the characters of "
-            f"the training corpus need. Set a larger vocabulary_size or a smaller tokenizer.character_coverage."
+            f"the training corpus need. Set a larger vocabulary_size or a tokenizer.character_coverage from 0.98 on."
         )
     if "sentences_.empty()" in message:
         message = "all its sentences are longer than data.filters.max_tokens allows. Cut them, or raise it."
