@@ -26,6 +26,7 @@ from dist_transformer.data.sentences import (
     Keys,
     Mask,
     Sentences,
+    comparable,
     contained,
     pair_keys,
 )
@@ -49,11 +50,16 @@ RATIO_FREE_TOKENS = 10
 """Length of the longer side below which pairs pass the length ratio: `Yes.` may have a long translation."""
 HELD_OUT_NAME = "held_out.npz"
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9A-Fa-f]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
-_TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9]*)\b[^<>]{0,500}>|<!--.{0,500}?-->")
+_TAG = re.compile(r"""</?([A-Za-z][\w:-]*)(?:\s+[\w:-]+ ?= ?(?:"[^"<]*"|'[^'<]*'|[^\s"'<>]+))* ?/?>|<!--.{0,500}?-->""")
 _INLINE = {"a", "b", "i", "u", "em", "strong", "span", "font", "sub", "sup", "small", "big", "tt", "code", "g", "x"}
 """Tags that stand within words; others separate them."""
-_NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[.,'\u2019\u00a0\u202f ]\d{3})+(?!\d)|\d+")
-"""A number, also with its thousands apart."""
+_LONE = _INLINE - {"g", "x"} | {"br", "p", "hr", "h1", "h2", "h3", "h4", "div", "li", "ul", "tr", "td", "img"}
+"""Tags also where they neither have attributes nor are closed; other names may be words: <laughs>."""
+_APART = r"[.,'\u2019\u00a0\u202f \u2007-\u200a\u066b\u066c\uff0c\uff0e\u00b7_]"
+_NUMBER = re.compile(rf"(?<!\d)(?:\d{{1,3}}(?:{_APART}\d{{3}})+|\d{{1,2}}(?:,\d\d)+,\d{{3}})(?!\d)|\d+")
+"""A number, also with its thousands apart, or in India's way: 1,00,000."""
+_FORMER_TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9]*)\b[^<>]{0,500}>|<!--.{0,500}?-->")
+_FORMER_NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[.,'\u2019\u00a0\u202f ]\d{3})+(?!\d)|\d+")
 
 
 class HeldOut(NamedTuple):
@@ -131,20 +137,22 @@ class Cleaner:
 
     Attributes:
         languages: codes of the source and the target language.
+        is_former: keys, tags and numbers are as corpora prepared in an older format (recipe.py) have them.
     """
 
     settings: FilterConfig
     languages: tuple[str, str]
     held_out: HeldOut | None = None
+    is_former: bool = False
 
     @staticmethod
-    def of(split: str, data: DataConfig, folder: Path, holds_out: bool = False) -> "Cleaner":
+    def of(split: str, data: DataConfig, folder: Path, holds_out: bool = False, is_former: bool = False) -> "Cleaner":
         """Returns the rules of a split of the prepared corpus in `folder`; `holds_out`: it must have sentences held out."""
         corpus = data.training_corpora().get(split, CorpusConfig())
         filters = data.filters_of(corpus)
         settings = filters.without_rules() if split == "validation" else filters
         held_out = HeldOut.load(folder, holds_out and "held_out" in settings.thresholds())
-        return Cleaner(settings, data.languages_of(corpus), held_out)
+        return Cleaner(settings, data.languages_of(corpus), held_out, is_former)
 
     def repetition_rules(self) -> dict[str, float]:
         """Returns the thresholds of those REPETITION_RULES that are on."""
@@ -178,7 +186,7 @@ class Cleaner:
             elif not (source.strip() and target.strip()):
                 rule = "empty"
             elif most_markup is not None and not {"<", "&"}.isdisjoint(source + target):
-                plain = without_markup(source), without_markup(target)
+                plain = without_markup(source, self.is_former), without_markup(target, self.is_former)
                 shares = (1 - len(new) / len(old) for old, new in zip((source, target), plain, strict=True))
                 rule = "markup" if max(shares) > most_markup or not all(plain) else ""
                 repaired += not rule and plain != (source, target)
@@ -195,6 +203,7 @@ class Cleaner:
     def _by_text(self, text: KeptText, bare: list[str], batch: RawBatch) -> tuple[KeptText, dict[str, Mask]]:
         """Returns the pairs with their keys, and masks of those that break rules that look at many of them at once."""
         on, sides = self.settings.thresholds(), (Sentences(bare), Sentences(text.target))
+        keyed = sides if self.is_former else [Sentences([*map(comparable, texts)]) for texts in (bare, text.target)]
         of_one_side: dict[str, Callable[[Sentences], Mask]] = {
             "letters": lambda side: side.share(LETTER) < on["letters"],
             "digits": lambda side: side.share(DIGIT) > on["digits"],
@@ -205,8 +214,9 @@ class Cleaner:
         broken = {rule: is_bad(sides[0]) | is_bad(sides[1]) for rule, is_bad in of_one_side.items() if rule in on}
         if "numbers" in on:  # so far of all pairs that have one
             least, mask = int(on["numbers"]), broken["numbers"]
+            form = _FORMER_NUMBER if self.is_former else _NUMBER
             pairs = compress(zip(bare, text.target, strict=True), mask)
-            mask[mask] = [_numbers(source, least) != _numbers(target, least) for source, target in pairs]
+            mask[mask] = [_numbers(source, least, form) != _numbers(target, least, form) for source, target in pairs]
         languages = self.languages, self.languages[::-1]  # of each side: its own, then the other
         for rule in ("language", "lingua"):
             if rule in on:
@@ -219,29 +229,41 @@ class Cleaner:
             fair = [batch.scores[name][text.positions] >= least for name, least in self.settings.scores.items()]
             broken["scores"] = ~np.logical_and.reduce(fair)
         if "held_out" in on and self.held_out is not None:
-            found = zip(sides, self.held_out, strict=True)
+            found = zip(keyed, self.held_out, strict=True)
             masks = [(side.num_kept >= on["held_out"]) & contained(side.keys, keys) for side, keys in found]
             broken["held_out"] = masks[0] | masks[1]
         signatures = text.signatures
         if "near_duplicates" in on:
-            signatures = np.minimum(sides[0].signatures(0), sides[1].signatures(1)).astype(np.uint8)
-        return replace(text, keys=pair_keys(*sides), signatures=signatures), broken
+            signatures = np.minimum(keyed[0].signatures(0), keyed[1].signatures(1)).astype(np.uint8)
+        return replace(text, keys=pair_keys(*keyed), signatures=signatures), broken
 
 
-def without_markup(text: str) -> str:
+def without_markup(text: str, is_former: bool = False) -> str:
     """Returns a sentence with its HTML entities decoded, also those encoded twice, and without tags."""
-    plain = text
+    plain = text if is_former else _without_tags(text, _TAG, _LONE)
     for _ in range(2):
         plain = _ENTITY.sub(lambda found: html.unescape(found[0]), plain)
-    plain = _TAG.sub(lambda found: "" if (found[1] or "").lower() in _INLINE else " ", plain)
+    plain = _without_tags(plain, _FORMER_TAG if is_former else _TAG, {"br"})
     return text if plain == text else " ".join(plain.split())
 
 
-def _numbers(text: str, least: int) -> set[str]:
+def _without_tags(text: str, form: re.Pattern[str], lone: set[str]) -> str:
+    """Removes tags; a mere name in angle brackets is one if it is closed or among `lone`, else a word."""
+    known = lone.union(tag[1].lower() for tag in form.finditer(text) if tag[0].startswith("</"))
+
+    def instead(tag: re.Match[str]) -> str:
+        name = (tag[1] or "").lower()
+        is_word = form is _TAG and tag[0] == f"<{tag[1]}>" and name not in known
+        return tag[0] if is_word else "" if name in _INLINE else " "
+
+    return form.sub(instead, text)
+
+
+def _numbers(text: str, least: int, form: re.Pattern[str]) -> set[str]:
     """Returns the numbers of a sentence with so many digits, without separators and leading zeros, in ASCII digits."""
     found = (
         "".join(str(unicodedata.decimal(each)) for each in number if each.isdecimal()).lstrip("0")
-        for number in _NUMBER.findall(text)
+        for number in form.findall(text)
     )
     return {number for number in found if len(number) >= least}
 

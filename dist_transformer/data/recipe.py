@@ -18,10 +18,10 @@ from dist_transformer.errors import DataError, MachineError
 from dist_transformer.files import file_sha256
 from dist_transformer.plugins import find
 
-PREPARED_FORMAT, FORMAT_BEFORE_RULES = 3, 2
+PREPARED_FORMAT, FORMER_RULES, FORMAT_BEFORE_RULES = FORMATS = 4, 3, 2
 """Version of the format, incremented whenever the same settings give other rows, another order or other files.
 
-Format 2 had neither `rules` nor `scores`; it is read, and trained on, as it is.
+Format 3 (`Cleaner.is_former`) had other keys, tags and numbers, 2 no rules and scores; both are trained on as they are.
 """
 
 MOST_NAMES = 10
@@ -54,9 +54,11 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
     return []
 
 
-def recipe_before_rules(recipe: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Returns a recipe as FORMAT_BEFORE_RULES has it; unchanged if the user asks for what that could not do."""
+def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Returns a recipe as one of FORMATS has it; unchanged if the user asks for what that could not do."""
     data = config.data
+    if version != FORMAT_BEFORE_RULES:
+        return {**recipe, "format": version if version in FORMATS else PREPARED_FORMAT}
     own = any(corpus.filters for corpus in data.training_corpora().values())
     if own or data.filters.scores or any(data.filters.rules.values()):
         return recipe

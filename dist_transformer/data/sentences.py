@@ -111,6 +111,11 @@ class Sentences:
         return _mixed((self._codes.astype(np.uint64) * np.uint64(2) + begins)[self._kept])
 
 
+def comparable(text: str) -> str:
+    """Returns a text whose key is that of all texts that tokenizers read alike (NFKC), with or without soft hyphens."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text).replace("\u00ad", "")
+
+
 def pair_keys(source: Sentences, target: Sentences) -> Keys:
     """Returns the key of each pair."""
     return _mixed(source.keys) ^ target.keys

@@ -23,6 +23,7 @@ from dist_transformer.data.loader.token_rows import Ints, TokenColumn, TokenCorp
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, WindowKey, WindowRequest, order_probe
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.modifiers import Modifiers
+from dist_transformer.data.recipe import PREPARED_FORMAT
 from dist_transformer.data.sources.text import tag_prefix
 from dist_transformer.errors import DataError, MachineError, UserError
 
@@ -111,7 +112,8 @@ class RowReader:
         modifiers = Modifiers(self._data.modifiers, self._sampler.seed, tag_prefix(corpus.tags) if corpus else "")
         holds_out = "held_out" in (given := self._recipe) and bool(given["held_out"] or given["validation"])
         is_in_place = any(shard.is_in_place for shard in split.shards)
-        cleaner = Cleaner.of(name, self._data, self._folder, holds_out and is_in_place)
+        is_former = given.get("format") != PREPARED_FORMAT
+        cleaner = Cleaner.of(name, self._data, self._folder, holds_out and is_in_place, is_former)
         return TextCorpus(places, self._tables, split.text, self._data.normalization, cleaner, self._sampler, modifiers)
 
     def _rows(self, piece: RowSlice, groups: Groups) -> TokenRows:

@@ -46,9 +46,9 @@ from dist_transformer.data.prepare.report import write_report
 from dist_transformer.data.prepare.scan import ReportProgress, Start, load_tokenizer
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.data.recipe import (
-    FORMAT_BEFORE_RULES,
+    FORMATS,
     make_recipe,
-    recipe_before_rules,
+    recipe_of_format,
     recipe_without_corpora,
     recipe_without_modifiers,
     refuse_other_recipe,
@@ -132,9 +132,9 @@ def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
             raise
         hint = "The name of a prepared corpus depends on its text; to use one that is complete: data.prepared=FOLDER"
         raise type(error)(f"{error}\n{hint}") from error
-    digests = (json_digest(each)[:FOLDER_DIGITS] for each in (found, recipe_before_rules(found, config)))
-    folder, older = (Path(config.run.root).absolute() / "prepared" / digest for digest in digests)
-    return older if (older / MANIFEST_NAME).is_file() and not folder.exists() else folder
+    digests = (json_digest(recipe_of_format(version, found, config))[:FOLDER_DIGITS] for version in FORMATS)
+    folder, *older = (Path(config.run.root).absolute() / "prepared" / digest for digest in digests)
+    return folder if folder.exists() else next((each for each in older if (each / MANIFEST_NAME).is_file()), folder)
 
 
 def refuse_other_corpus(config: Config) -> None:
@@ -167,8 +167,7 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
         if not is_address(str(error)):
             raise
         log.warning("%s: used as it is; whether its text has changed is not known: %s", folder, error)
-    if manifest.recipe.get("format") == FORMAT_BEFORE_RULES:
-        recipe = recipe_before_rules(recipe, config)
+    recipe = recipe_of_format(manifest.recipe.get("format"), recipe, config)
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
         recipe = recipe_without_modifiers(recipe)
     roots = (Path(config.run.root), folder.parent.parent)  # the latter: the run was moved with its corpus

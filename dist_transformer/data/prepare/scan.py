@@ -25,7 +25,7 @@ from dist_transformer.data.modifiers import Modifiers, inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
 from dist_transformer.data.prepare.tokenize_rows import tokenized_rows
 from dist_transformer.data.recipe import refuse_other_recipe, taken_models
-from dist_transformer.data.sentences import Keys, Sentences
+from dist_transformer.data.sentences import Keys, Sentences, comparable
 from dist_transformer.data.sources.arrow import ParquetFile
 from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
@@ -203,7 +203,7 @@ def read_held_out(config: Config) -> HeldOut | None:
             for batch in read_corpus(corpus, data, SAMPLE_ROWS):
                 bare = [text and text.removeprefix(batch.prefix) for text in batch.source]
                 kept = [text for text in (*bare, *batch.target) if text and text.strip()]
-                keys.append(Sentences([form(text) for text in kept for form in forms]).keys)
+                keys.append(Sentences([comparable(form(text)) for text in kept for form in forms]).keys)
         except DataError as error:
             raise DataError(
                 f"data.{name}: its sentences cannot be kept out of the training corpora: {error} Mend it, or set "

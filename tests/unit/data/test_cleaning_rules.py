@@ -74,6 +74,12 @@ def test_a_rule_drops_what_it_names(rule, source, target):
         ("language", "Hotel Berlin", "Hotel London"),  # short
         ("language", "1234 5678 9012 3456 7890 1234 5678", "1234 5678 9012 3456 7890 1234 5678"),
         ("markup", "a < b and c > d", "AT&T & Q&A"),
+        *(
+            ("numbers", f"It cost 1{sign}200{sign}000 euros.", "Es kostete 1200000 Euro.")
+            for sign in ",.'_\u00a0\u00b7\u066b\u066c\u2007\u2008\u2009\u200a\u2019\u202f\uff0c\uff0e"
+        ),
+        ("numbers", "It has 12,34,567 people.", "Es hat 1.234.567 Einwohner."),
+        ("numbers", "on 10.12.2004, 9 30 45", "am 10. 12. 2004, 9, 30, 45"),
     ],
 )
 def test_a_rule_leaves_what_only_looks_like_it(rule, source, target):
@@ -89,6 +95,14 @@ def test_a_rule_leaves_what_only_looks_like_it(rule, source, target):
         ("un<i>believ</i>able", "unbelievable"),
         ("<2de> a  b", "<2de> a  b"),
         ("Q&parameter R&D; 5 < 6", "Q&parameter R&D; 5 < 6"),
+        ("if a<b and c>d: f(x)<g(x) && g(x)>h(x)", "if a<b and c>d: f(x)<g(x) && g(x)>h(x)"),
+        (
+            "<john@example.com> <https://example.org/x> <www.a.org/>",
+            "<john@example.com> <https://example.org/x> <www.a.org/>",
+        ),
+        ("She <laughs> at &lt;table&gt; and &lt;div&gt;", "She <laughs> at <table> and <div>"),
+        ("<title>One</title><br><a href='x?a=>1' rel=me>two</a><o:p/>", "One two"),
+        ("&lt;b&gt;one&lt;/b&gt;&lt;br&gt;&lt;img src=x&gt;<B>two", "one two"),
     ],
 )
 def test_markup_is_repaired(text, plain):
@@ -141,6 +155,21 @@ def test_held_out_sentences_are_dropped_on_either_side_whatever_their_case_and_p
         config = FilterConfig(rules={"held_out": value})
         assert Cleaner(config, ("en", "de"), held_out).clean(batch).dropped == dropped
     assert HeldOut.load(tmp_path / "elsewhere") is None
+
+
+FORMS = [
+    "Cafe\u0301 \uff11\uff12, \uff76\uff9e",
+    "ca\u00adf\u00e9 12 \u30ac!",
+    "Caf\u00e9 12 \u30ac",
+    "caf\u00e9 1\u00b2 \u30ab\u3099",
+]
+
+
+def test_pairs_are_equal_whatever_their_unicode_form_and_soft_hyphens():
+    keys = cleaned([(text, text) for text in [*FORMS, "Cafe 12 \u30ac"]], {}).keys.tolist()
+    assert [keys.count(key) for key in keys] == [4, 4, 4, 4, 1]
+    assert is_dropped("letters", "Oh\u2026 12", "a", value=0.6)  # shares are of the characters that are there
+    assert not is_dropped("punctuation", "Oh\u2026", "a", value=0.4)
 
 
 def test_a_language_that_the_library_does_not_know_is_named():

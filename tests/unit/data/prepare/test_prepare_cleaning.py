@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
 from dist_transformer.data.prepare import chunks, clean, duplicates
-from dist_transformer.data.prepare.claims import Work
+from dist_transformer.data.prepare.claims import WORK_FOLDER, Work
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
-from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, make_recipe, recipe_before_rules
+from dist_transformer.data.prepare.state import PrepareState
+from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, FORMER_RULES, make_recipe, recipe_of_format
 from dist_transformer.data.sentences import Sentences
 from dist_transformer.errors import DataError
 
@@ -386,10 +388,16 @@ def as_before(config: Config) -> Manifest:
     """Prepares without rules, and makes the folder look as the version before left it, in its place."""
     off = config.data.filters.model_copy(update={"rules": {"held_out": False}})
     config = config.model_copy(update={"data": config.data.model_copy(update={"filters": off})})
+    manifest = in_format(FORMAT_BEFORE_RULES, config)
+    assert not {"rules", "scores"} & manifest.recipe["filters"].keys()
+    return manifest
+
+
+def in_format(version: int, config: Config) -> Manifest:
+    """Prepares, and makes the folder look as a version of this format left it, in its place."""
     manifest, folder = prepare(config), prepared_folder(config)
-    recipe = recipe_before_rules(make_recipe(config), config)
-    assert recipe["format"] == FORMAT_BEFORE_RULES
-    assert not {"rules", "scores"} & recipe["filters"].keys()
+    recipe = recipe_of_format(version, make_recipe(config), config)
+    assert recipe["format"] == version
     digest = content_digest(recipe, manifest.tokenizer, manifest.splits, manifest.training)
     value = json.loads((folder / MANIFEST_NAME).read_text()) | {"recipe": recipe, "digest": digest}
     (folder / MANIFEST_NAME).write_text(json.dumps(value))
@@ -413,6 +421,42 @@ def test_a_folder_of_the_version_before_is_taken_as_it_is(tmp_path: Path, is_nam
             prepare(asked)
     else:
         assert prepare(asked).splits["train"].rows == 100
+
+
+def test_reading_in_place_goes_on_with_the_keys_tags_and_numbers_of_the_format_that_the_folder_has(tmp_path: Path):
+    odd = [
+        ("Cafe\u0301 Anna", "Cafe\u0301 Anna"),
+        ("He wrote 1\u2009000 letters", "Er schrieb 1000 Briefe"),
+        ("She wrote that <laughs> it is fine", "Sie schrieb, dass es <lacht> gut ist"),
+    ]
+    rows = [{"en": source, "de": target} for source, target in [*PAIRS[:50], *odd]]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
+    write_tsv(tmp_path / "test.tsv", [("Caf\u00e9 Anna", "Caf\u00e9 Anna")])
+    data = {"train": {"path": "web.parquet"}, "test": {"path": "test.tsv"}, "on_the_fly": True}
+    config = config_in(tmp_path, PAIRS[:9], {"held_out": True, "markup": 0.9, "numbers": True}, **data)
+
+    def read(manifest: Manifest) -> dict[int, int]:
+        """Returns the rows with their source lengths."""
+        reader = RowReader(prepared_folder(config), manifest, config.data, 0.0, 1)
+        parts = [*reader.read_first_pass(0)]
+        return {row: size for part in parts for row, size in zip(part.row_ids, part.source.lengths, strict=True)}
+
+    new = read(prepare(config))
+    manifest = in_format(FORMER_RULES, config)
+    assert prepare(config) == manifest
+    former = read(manifest)
+    assert [sorted(row for row in rows if row >= 50) for rows in (new, former)] == [[51, 52], [50, 52]]
+    assert [row for row in new if row in former and new[row] != former[row]] == [52]
+
+
+def test_a_preparation_that_the_version_before_began_is_refused_where_it_is_named(tmp_path: Path):
+    write_text(tmp_path, PAIRS[:50])
+    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine")})
+    work = tmp_path / "mine" / WORK_FOLDER
+    work.mkdir(parents=True)
+    PrepareState(recipe_of_format(FORMER_RULES, make_recipe(config), config)).save(work)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(work.parent))}: .*\n  format: 3 in the folder, 4 now\nPut"):
+        prepare(config)
 
 
 def test_a_corpus_with_its_sides_exchanged_is_judged_by_its_own_languages(tmp_path: Path):
