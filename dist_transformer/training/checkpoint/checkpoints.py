@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import file_sha256, is_file, patiently, read_json, refresh
+from dist_transformer.interop.model_folder import WEIGHTS
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, read_state
 
@@ -104,14 +106,23 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
             f"{run_dir.checkpoints}: has checkpoints, but none is complete. To train again from scratch, choose another "
             "run.name or move this folder away."
         )
-    if not diverged and (step := read_record(run_dir.state).get("step", 0)) > 0:  # noted once that is saved
+    if not diverged and (sign := _sign_of_a_save(run_dir)):
         raise CheckpointError(
-            f"{run_dir.checkpoints}: has no checkpoint, but {run_dir.state.name} says that step {step} was saved: were they "
-            "purged? Restore them; to train again from scratch, choose another run.name or move this folder away."
+            f"{run_dir.checkpoints}: has no checkpoint, but {sign}: were they purged? Restore them; to train again from "
+            "scratch, choose another run.name or move this folder away."
         )
     if diverged:
         log.warning("%s: all checkpoints are of steps that diverged (%s)", run_dir.checkpoints, ", ".join(diverged))
     return None
+
+
+def _sign_of_a_save(run_dir: RunDir) -> str | None:
+    """Returns what says that the run has had a complete checkpoint: run.json, a record of its goodput, its model; or None."""
+    notes = {run_dir.state: [read_record(run_dir.state)], run_dir.metrics: read_records(run_dir.metrics, "goodput")}
+    for path, records in notes.items():
+        if (step := max((record.get("step", 0) for record in records), default=0)) > 0:
+            return f"{path.name} says that step {step} was saved"
+    return f"{run_dir.model.name}/{WEIGHTS} is there" if is_file(run_dir.model / WEIGHTS) else None
 
 
 def newest_run_id(run_dir: RunDir) -> str | None:

@@ -17,8 +17,9 @@ from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import write_json
-from dist_transformer.interop.model_folder import open_safetensors
+from dist_transformer.interop.model_folder import WEIGHTS, open_safetensors
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.training import run_log
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import StateFiles
@@ -210,6 +211,21 @@ def test_a_run_whose_checkpoints_were_purged_does_not_begin_again(run_dir, purge
     with pytest.raises(
         CheckpointError, match=r"has no checkpoint, but run\.json says that step 3 was saved: were they pu"
     ):
+        checkpoints.newest_complete(run_dir, RUN_ID)
+
+
+@pytest.mark.parametrize("sign", ["metrics.jsonl says that step 3 was saved", "model/model.safetensors is there"])
+def test_a_run_whose_checkpoints_and_run_json_were_purged_does_not_begin_again(tmp_path, sign):
+    run_dir = RunDir(tmp_path)
+    lines = MetricsLog(run_dir.metrics)
+    lines.append("train", 2, {"loss": 9.0})
+    assert checkpoints.newest_complete(run_dir, RUN_ID) is None  # died before its first checkpoint
+    if "model" in sign:
+        run_dir.model.mkdir()
+        (run_dir.model / WEIGHTS).touch()
+    else:
+        lines.append("goodput", 3, {"steps": 1.0})
+    with pytest.raises(CheckpointError, match=rf"has no checkpoint, but {sign}: were they purged"):
         checkpoints.newest_complete(run_dir, RUN_ID)
 
 
