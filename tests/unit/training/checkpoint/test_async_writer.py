@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
 from dist_transformer.errors import CheckpointError, MachineError, UserError
-from dist_transformer.files import read_json
+from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer, checkpoints
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
@@ -354,3 +354,17 @@ def test_verify_names_the_damaged_checkpoints_and_changes_nothing(run_dir):
     assert str(call.exception).startswith(f"{run_dir.path}: damaged: step_00000006. ")
     assert contents(run_dir.checkpoints) == before
     assert isinstance(CliRunner().invoke(app, ["verify", str(run_dir.path / "no")]).exception, UserError)
+
+
+def test_verify_of_a_folder_without_a_checkpoint_is_refused_and_says_what_was_purged(run_dir):
+    run_dir.checkpoints.mkdir(parents=True)
+    expected = f"{run_dir.path}: has no checkpoint to verify; expected a run folder with checkpoints/step_..."
+    assert verify_error(run_dir) == expected
+    write_json(run_dir.state, {"step": 6})
+    assert verify_error(run_dir) == f"{expected}, although run.json says that step 6 was saved: was it purged?"
+
+
+def verify_error(run_dir):
+    error = CliRunner().invoke(app, ["verify", str(run_dir.path)]).exception
+    assert isinstance(error, UserError)
+    return str(error)
