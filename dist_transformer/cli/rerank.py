@@ -22,15 +22,22 @@ def rerank_command(
     """Print the translation of each line that has the highest score in a file, of equals the first."""
     from dist_transformer.decoding.sharded_files import numbered_lines
 
-    best: dict[str, tuple[float, str]] = {}
+    best: list[tuple[float, str]] = []
     for number, (line, score) in enumerate(zip_longest(numbered_lines(n_best), numbered_lines(scores)), start=1):
         if (found := _LINE.fullmatch(f"{line}\n{str(score).strip()}")) is None:
             form = "NUMBER ||| TEXT ||| log_probability= ..."
             raise UserError(
                 f"line {number}: expected {form} in {n_best}, got {line!r}; a number in {scores}, got {score!r}"
             )
-        if found[1] not in best or float(found[3]) > best[found[1]][0]:
-            best[found[1]] = float(found[3]), found[2]
+        if found[1] == str(len(best)):
+            best.append((float(found[3]), found[2]))
+        elif found[1] != str(len(best) - 1):
+            raise UserError(
+                f"{n_best}, line {number}: expected {len(best)} as the next number, got {found[1]}: translate "
+                "numbers the lines of one input from 0, without gaps; rerank each list by itself"
+            )
+        elif float(found[3]) > best[-1][0]:
+            best[-1] = float(found[3]), found[2]
     write_utf8()
-    for _, text in best.values():
+    for _, text in best:
         print(text)

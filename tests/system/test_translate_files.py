@@ -127,6 +127,29 @@ def test_lists_are_reranked_by_the_scores_of_another_program(model: Path, tmp_pa
         )
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (
+            [0, 0, 1, 0, 0, 1],
+            "lists, line 4: expected 2 as the next number, got 0: translate numbers the lines of one input",
+        ),
+        ([0, 0, 2, 2], "lists, line 3: expected 1 as the next number, got 2: translate numbers the lines of one input"),
+        ([2, 2, 3], "lists, line 1: expected 0 as the next number, got 2: translate numbers the lines of one input"),
+    ],
+    ids=["two lists in one file", "with a gap", "begun later"],
+)
+def test_a_file_that_is_not_the_lists_of_one_input_is_not_reranked(
+    numbers: list[int], message: str, tmp_path: Path
+) -> None:
+    lists, scores = tmp_path / "lists", tmp_path / "scores"
+    lists.write_text(
+        "".join(f"{number} ||| a ||| log_probability= -1 ||| -1\n" for number in numbers), encoding="utf-8"
+    )
+    scores.write_text("1\n" * len(numbers), encoding="utf-8")
+    assert message in refused("rerank", lists, scores)
+
+
 def test_ctranslate2_says_what_our_own_search_says(model: Path) -> None:
     pytest.importorskip("ctranslate2")
     greedy = ("--beam", 1)
