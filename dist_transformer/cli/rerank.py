@@ -29,15 +29,13 @@ def rerank_command(
             raise UserError(
                 f"line {number}: expected {form} in {n_best}, got {line!r}; a number in {scores}, got {score!r}"
             )
-        if found[1] == str(len(best)):
-            best.append((float(found[3]), found[2]))
-        elif found[1] != str(len(best) - 1):
+        if found[1] not in (str(len(best) - 1), str(len(best))):
             raise UserError(
                 f"{n_best}, line {number}: expected {len(best)} as the next number, got {found[1]}: translate "
                 "numbers the lines of one input from 0, without gaps; rerank each list by itself"
             )
-        elif float(found[3]) > best[-1][0]:
-            best[-1] = float(found[3]), found[2]
+        former = best[int(found[1]) :]
+        best[int(found[1]) :] = [max([*former, (float(found[3]), found[2])], key=lambda each: each[0])]
     write_utf8()
     for _, text in best:
         print(text)

@@ -106,23 +106,18 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
             f"{run_dir.checkpoints}: has checkpoints, but none is complete. To train again from scratch, choose another "
             "run.name or move this folder away."
         )
-    if not diverged and (sign := _sign_of_a_save(run_dir)):
+    notes = [(run_dir.metrics.name, record) for record in read_records(run_dir.metrics, "goodput")]
+    notes += [(run_dir.state.name, read_record(run_dir.state))]  # both written once a checkpoint is complete
+    signs = [f"{run_dir.model.name}/{WEIGHTS} is there"] if is_file(run_dir.model / WEIGHTS) else []
+    signs += [f"{name} says that step {step} was saved" for name, note in notes if (step := note.get("step", 0)) > 0]
+    if signs and not diverged:
         raise CheckpointError(
-            f"{run_dir.checkpoints}: has no checkpoint, but {sign}: were they purged? Restore them; to train again from "
+            f"{run_dir.checkpoints}: has no checkpoint, but {signs[-1]}: were they purged? Restore them; to train again from "
             "scratch, choose another run.name or move this folder away."
         )
     if diverged:
         log.warning("%s: all checkpoints are of steps that diverged (%s)", run_dir.checkpoints, ", ".join(diverged))
     return None
-
-
-def _sign_of_a_save(run_dir: RunDir) -> str | None:
-    """Returns what says that the run has had a complete checkpoint: run.json, a record of its goodput, its model; or None."""
-    notes = {run_dir.state: [read_record(run_dir.state)], run_dir.metrics: read_records(run_dir.metrics, "goodput")}
-    for path, records in notes.items():
-        if (step := max((record.get("step", 0) for record in records), default=0)) > 0:
-            return f"{path.name} says that step {step} was saved"
-    return f"{run_dir.model.name}/{WEIGHTS} is there" if is_file(run_dir.model / WEIGHTS) else None
 
 
 def newest_run_id(run_dir: RunDir) -> str | None:
