@@ -1,5 +1,6 @@
 """average: a model folder from the checkpoints of a run."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 from dist_transformer.cli.arguments import read_run_folder
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
+from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
 
 
@@ -35,6 +37,10 @@ def average_command(
     choice = next(iter(given.values()), None)
     config, run_dir = read_run_folder(run)
     output = output or run_dir.model
+    real = Path(os.path.realpath(output))
+    other = RunDir(real.parent)
+    if real == other.model and other.config.is_file() and not os.path.samefile(other.path, run_dir.path):
+        raise UserError(f"{output}: is the model of another run; give a path outside {other.path}")
     check_output(output, MODEL_FOLDER, is_model_folder)
     folder = prepared_folder(config)
     with progress_bar() as show:

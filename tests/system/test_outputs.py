@@ -140,6 +140,16 @@ def test_a_run_is_not_averaged_over_itself(place: str, command: Command, runs: P
     assert everything_in(runs.parent) == before
 
 
+def test_the_model_of_another_run_is_not_replaced(command: Command, runs: Path, tmp_path: Path):
+    before = everything_in(runs.parent)
+    (tmp_path / "link").symlink_to(runs.with_name("second") / "model")
+    for place in ("runs/second/model", tmp_path / "link"):
+        said = refused(command, "average", "runs/first", "--output", place)
+        assert f"{place}: is the model of another run; give a path outside {runs.with_name('second')}" in said
+    assert everything_in(runs.parent) == before
+    command("average", "runs/first", "--output", "runs/first/../first/model")
+
+
 def test_a_model_folder_is_replaced_and_what_a_person_put_into_it_stays(command: Command, runs: Path, tmp_path: Path):
     output = tmp_path / "link"
     shutil.copytree(runs / "model", tmp_path / "model")
