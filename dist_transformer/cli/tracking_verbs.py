@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,10 +29,8 @@ def sync_command(
 
     config, run_dir = read_run_folder(run, overrides)
     sent = sync(run_dir, config.tracking, Path(config.run.root))
-    what = (
-        f"{sent.points} points and {sent.events} events sent" if sent.points or sent.events else "nothing was missing"
-    )
-    print(f"MLflow run {sent.run_id}: {what}")
+    what = f"{sent.points} points and {sent.events} events sent"
+    print(f"MLflow run {sent.run_id}: {what if sent.points or sent.events else 'nothing was missing'}")
 
 
 @app.command("model")
@@ -79,7 +78,7 @@ def end_command(
 
 def ui_command(
     root: Annotated[Path, typer.Argument(help="The folder of runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 5000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 5000,
 ) -> None:
     """Open MLflow's web page on the runs of a folder."""
     if not root.is_dir():
@@ -94,5 +93,9 @@ def ui_command(
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", **os.environ}
     of_store = ["--backend-store-uri", store_uri(root)]
     arguments = [sys.executable, "-m", "mlflow", "ui", *of_store, "--workers", "1", "--port", str(port)]
+    try:
+        socket.create_server(("127.0.0.1", port)).close()  # with SO_REUSEADDR, as the server does
+    except OSError as error:
+        raise UserError(f"port {port}: {os.strerror(error.errno or 0)}; give another with --port") from error
     print(f"http://127.0.0.1:{port}  ('Model training' on its left shows the runs; Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, environment)

@@ -90,8 +90,7 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     candidates = _named(run_dir)
     damaged: list[Path] = []
     for path in reversed(candidates):
-        problem = damage(path, run_id)
-        if problem is not None:
+        if (problem := damage(path, run_id)) is not None:
             refresh(path)  # it is set aside for what it is now, not for what this machine remembers of it
             problem = damage(path, run_id)
         if problem is None:

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shlex
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.search_options import noting_tags
 from dist_transformer.cluster.requeue import decide
 from dist_transformer.cluster.run_ref import RunRef
+from dist_transformer.errors import UserError
 from dist_transformer.files import write_json
 from dist_transformer.format import duration
 from dist_transformer.run.folder import RunDir
@@ -34,6 +36,20 @@ def test_the_page_of_mlflow_is_of_a_folder_of_runs(run_dir: RunDir) -> None:
     said = refusal("ui", run_dir.path)
     assert said == f"{run_dir.path}: is a run; expected the folder of runs: dist-transformer ui {run_dir.path.parent}"
     assert sorted(run_dir.path.rglob("*")) == before
+
+
+def test_the_page_of_mlflow_on_a_port_that_is_taken_or_none_is_refused(run_dir: RunDir) -> None:
+    runs = run_dir.path.parent
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = call("ui", runs, "--port", port)
+    assert str(result.exception) == f"port {port}: Address already in use; give another with --port"
+    assert result.output == ""
+    assert isinstance(result.exception, UserError)
+    for none in ("0", "-1", "99999"):
+        refused = call("ui", runs, f"--port={none}")
+        assert refused.exit_code == 2
+        assert "Invalid value for '--port'" in refused.output
 
 
 @pytest.mark.parametrize(
