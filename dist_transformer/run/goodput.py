@@ -66,6 +66,7 @@ class _Start:
     ended: float
     num_ranks: int
     has_died: bool
+    has_finished: bool
     spent: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("steps", "data_wait", "validations", "saves"), 0.0)
     )
@@ -94,7 +95,7 @@ def goodput_of(run_dir: RunDir, now: float) -> Goodput | None:
     for start, following in pairwise(starts):
         noticed = next((end for end in ends if start.ended <= end <= following.began), start.ended)
         seconds["detection"] += noticed - start.ended
-        seconds["queue"] += following.began - noticed
+        seconds["queue"] += 0.0 if start.has_finished else following.began - noticed  # a finished run waits for nothing
     return Goodput(seconds, of_ranks)
 
 
@@ -106,16 +107,17 @@ def _starts(run_dir: RunDir, now: float) -> list[_Start]:
     starts: list[_Start] = []
     for number, following in zip_longest(begins, begins[1:]):
         record = records[number]
-        said = next((r for r in records[number + 1 : following] if r["event"] == "end"), None)  # its word of its end
-        end = said["time"] if said else None
+        said = next((r for r in records[number + 1 : following] if r["event"] == "end"), {})  # its word of its end
+        end = said.get("time")
         if end is None and following is not None:  # without a word of the next start, its last record decides (_count)
             end = records[following].get("before_seen") or records[following].get("began") or record["time"]
         earliest = starts[-1].ended if starts else 0.0
         trained = max(record["time"], earliest)
         began = min(max(record.get("began", trained), earliest), trained)
-        has_died = following is not None and (said is None or records[following]["step"] < said["step"])
+        has_died = following is not None and (not said or records[following]["step"] < said["step"])
         ended = max(trained, _last_sign(run_dir, now) if end is None else end)
-        starts.append(_Start(began, trained, ended, int(record.get("num_ranks", 1)), has_died))
+        has_finished = said.get("state") == "finished"
+        starts.append(_Start(began, trained, ended, int(record.get("num_ranks", 1)), has_died, has_finished))
     return starts
 
 

@@ -98,6 +98,14 @@ def test_a_start_that_stopped_in_order_lost_nothing_and_a_record_that_spans_two_
     assert nonzero(found.seconds) == {"steps": 55.0, "queue": 50.0, "other": 10.0}
 
 
+def test_time_after_a_run_has_finished_is_not_part_of_it_when_it_is_started_again(run_dir: RunDir) -> None:
+    finished = [start(1010, 0, 1000), end(1100, 20, "finished")]
+    again = [start(90_010, 20, 90_000), end(90_020, 20, "finished")]
+    write(run_dir.history, *finished, *again)
+    write(run_dir.metrics, train(1090, 20, 80))
+    assert nonzero(goodput(run_dir, 10**6).seconds) == {"steps": 80.0, "start": 20.0, "other": 20.0}
+
+
 def test_a_divergence_loses_the_steps_behind_the_checkpoint_that_training_returns_to(run_dir: RunDir) -> None:
     write(run_dir.history, start(1000, 0, 990), end(1060, 12, "diverged"), start(1070, 6, 990), end(1100, 12))
     write(run_dir.metrics, train(1030, 6, 30), train(1100, 12, 30))
