@@ -37,8 +37,7 @@ def average_command(
     choice = next(iter(given.values()), None)
     config, run_dir = read_run_folder(run)
     output = output or run_dir.model
-    real = Path(os.path.realpath(output))
-    other = RunDir(real.parent)
+    other = RunDir((real := Path(os.path.realpath(output))).parent)
     if real == other.model and other.config.is_file() and not os.path.samefile(other.path, run_dir.path):
         raise UserError(f"{output}: is the model of another run; give a path outside {other.path}")
     check_output(output, MODEL_FOLDER, is_model_folder)
