@@ -28,8 +28,9 @@ from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS
 from dist_transformer.run.outputs import check_run_folder
-from dist_transformer.run.records import read_record, records_of_training
+from dist_transformer.run.records import read_record, records_of, records_of_training
 from dist_transformer.run.resume_checks import checkpoint_problems
+from dist_transformer.run.tail import last_lines
 
 SIGNAL_EARLY_SECONDS = 60
 """Seconds by which the signal may come early, from sbatch(1), --signal."""
@@ -90,9 +91,11 @@ def slurm_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
 
 
 def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """`job_problems`, and those of checkpoints and initial weights, for `config check`, which submits nothing."""
+    """Problems that need no room on the disk, for `config check`, which submits nothing."""
+    yield from memory_problems(config)
     yield from job_problems(config, run_dir)
     yield from _checkpoint_problems(config, run_dir)
+    yield from _measured_problems(config, run_dir)
     yield from _initial_weights_problems(config, run_dir)
 
 
@@ -259,11 +262,14 @@ def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
             f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
             f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
         )
-    needed = max(record.get("save_seconds", 0.0) for record in records) + step_seconds
+    writes = (each.get("write_seconds", 0.0) for each in records_of(last_lines(run_dir.history, RECENT_BYTES)))
+    # The save of the signal begins when one in flight has ended.
+    saves = max(2 * max(writes, default=0.0), *(record.get("save_seconds", 0.0) for record in records))
+    needed = saves + step_seconds
     if needed > config.slurm.signal_seconds:
         yield (
-            f"slurm.signal_seconds: {config.slurm.signal_seconds} s before the limit the job is signalled to save, but a step "
-            f"and a save took {needed:.0f} s in this run; give more than that"
+            f"slurm.signal_seconds: {config.slurm.signal_seconds} s before the limit the job is signalled to save, but a step, "
+            f"a save in flight and one more may take {needed:.0f} s, as measured in this run; give more than that"
         )
 
 

@@ -64,8 +64,9 @@ class RunLog:
             with _warned_of_disk(path), suppress(FileNotFoundError):
                 flush_to_disk(path)
 
-    def checkpoint_saved(self, step: int, path: Path) -> None:
-        """Deletes checkpoints that are not to be kept, and reports this one to MLflow and run.json."""
+    def checkpoint_saved(self, step: int, path: Path, write_seconds: float) -> None:
+        """Deletes checkpoints that are not to be kept, and reports this one to the history, MLflow and run.json."""
+        add_to_history(self._run_dir, "saved", step, {"write_seconds": round(write_seconds, 3)})
         with _warned_of_disk(path):
             retention.retain(self._run_dir, self._checkpoints, self._metric)
         self._report(path)
@@ -118,7 +119,7 @@ def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, run.data.folder)))
     if config.model.plugin is not None:
         plugin = find("model.plugin", config.model.plugin)
-        write_text(run_dir.plugin, plugin.file.read_text(encoding="utf-8"))
+        write_text(run_dir.plugin, plugin.file.read_bytes().decode())
         log.info("plug-in    %s; mfu, memory and FLOPs are those of our own network with these sizes", plugin.file)
     run_log = RunLog(config, run_dir, None, sys.stdout if run.terminal.as_json else None)
     run_log.rewind(state)

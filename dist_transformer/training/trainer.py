@@ -225,7 +225,7 @@ def _loop(
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
     validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
-    flush, saved = (run_log.flush, run_log.checkpoint_saved) if run_log else (lambda: None, lambda step, path: None)
+    flush, saved = (run_log.flush, run_log.checkpoint_saved) if run_log else (lambda: None, lambda *_: None)
     saver = CheckpointSaver(writer, engine, flush, saved, metrics.stood_still)
     settings, doing = config.data, run.doing("reading windows")
     loader = data.loader(state.position, state.batches, ranks.rank, ranks.num_ranks, settings.loader_workers, doing)

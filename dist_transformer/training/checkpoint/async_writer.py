@@ -136,10 +136,10 @@ class AsyncWriter:
             self._attempt(flight)
             problem = self._confirm(flight)
         self._pending = None
-        step, seconds = int(flight.state["step"]), time.monotonic() - flight.began
+        step = int(flight.state["step"])
         if problem is not None:
-            return Saved(step, None, self._ranks.from_rank_zero(lambda: self._give_up(flight, problem)), seconds)
-        return Saved(step, flight.final, None, seconds, flight.was_there)
+            return Saved(step, None, self._ranks.from_rank_zero(lambda: self._give_up(flight, problem)), flight.seconds)
+        return Saved(step, flight.final, None, flight.seconds, flight.was_there)
 
     def _attempt(self, flight: "PendingSave") -> None:
         """Makes an empty folder, and starts this rank's thread that writes into it (collective)."""
@@ -157,12 +157,13 @@ class AsyncWriter:
         writer = flight.writer
         assert writer is not None  # `_attempt` makes it if there was no problem
         self._wait(writer, f"writing checkpoint {flight.final.name}")
-        results = self._ranks.all_gather_object(writer.result())
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem is not None]
+        results = self._ranks.all_gather_object((*writer.result(), writer.ended - flight.began))
+        flight.seconds = max(seconds for *_, seconds in results)
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(results) if problem is not None]
         if problems:
             return "; ".join(problems[:3])
         self._progress(f"committing checkpoint {flight.final.name}")
-        entries = {file_name(rank): entry for rank, (entry, _) in enumerate(results)}
+        entries = {file_name(rank): entry for rank, (entry, *_) in enumerate(results)}
         problem = self._ranks.from_rank_zero(lambda: _commit(flight, entries))
         self._progress(f"after checkpoint {flight.final.name}")
         return problem
@@ -205,6 +206,7 @@ class PendingSave:
     """Sum of the bits of this rank's fragments in the engine's own memory: what was copied and written is compared with it."""
     problem: str | None = None
     """Problem of the preparation; if there is one, nothing is written."""
+    seconds: float = 0.0
     writer: "_Writer | None" = None
 
     @property
@@ -250,7 +252,7 @@ class _Writer(threading.Thread):
     def __init__(self, path: Path, snapshot: StagingBuffer, expected_sum: int) -> None:
         super().__init__(name=f"writes {path.name}", daemon=True)
         self._path, self._staging, self._expected_sum = path, snapshot, expected_sum
-        self._stages_done = 0
+        self._stages_done, self.ended = 0, 0.0
         self._entry: dict[str, Any] | None = None
         self._problem: str | None = None
         self._error: BaseException | None = None
@@ -270,6 +272,7 @@ class _Writer(threading.Thread):
             self._problem = f"{self._path.name}: {error}"
         except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the main thread)
             self._error = error
+        self.ended = time.monotonic()
 
     def standing(self, looks: bool) -> tuple[bool, int, int]:
         """Returns (whether the thread runs, and two numbers that change only with progress); the second is of all ranks'

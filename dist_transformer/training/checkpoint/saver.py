@@ -20,7 +20,8 @@ class CheckpointSaver:
 
     Args:
         flush: called before a checkpoint becomes complete: brings the records that it continues onto the disk.
-        saved: called with step and folder of each checkpoint that this start wrote, when it is complete; on every rank.
+        saved: called with step, folder and seconds of writing of each checkpoint that this start wrote, when it is complete;
+            on every rank.
         stood_still: called with the seconds that training waited.
     """
 
@@ -29,7 +30,7 @@ class CheckpointSaver:
         writer: AsyncWriter,
         engine: "Engine",
         flush: Callable[[], None],
-        saved: Callable[[int, Path], None],
+        saved: Callable[[int, Path, float], None],
         stood_still: Callable[[float], None],
     ) -> None:
         self._writer, self._engine = writer, engine
@@ -88,6 +89,6 @@ class CheckpointSaver:
         else:
             self._done = self._begun
             if not saved.was_there:
-                self._saved(saved.step, saved.path)
+                self._saved(saved.step, saved.path, saved.seconds)
                 log.info("step %7d  saved %s in %.1f s", saved.step, saved.path.name, saved.seconds)
         self._stood_still(time.monotonic() - started)

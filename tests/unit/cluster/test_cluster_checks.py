@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from cluster_helpers import config_of
 
-from dist_transformer.cluster.checks import submission_problems
+from dist_transformer.cluster.checks import memory_problems, start_problems, submission_problems
 from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.errors import ConfigError
 from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 
 
 def _problems(run_dir: RunDir, num_parameters: int = 1000, **settings: object) -> list[str]:
@@ -347,10 +348,29 @@ def test_a_save_that_took_longer_than_there_is_time_for_is_refused(run_dir: RunD
     _record(run_dir, seconds_a_step=10.0, save_seconds=175.0)
     [problem] = _problems(run_dir, signal_seconds=180)
     assert problem.startswith(
-        "slurm.signal_seconds: 180 s before the limit the job is signalled to save, but a step and a"
+        "slurm.signal_seconds: 180 s before the limit the job is signalled to save, but a step, a save in"
     )
-    assert "took 185 s in this run" in problem
+    assert "one more may take 185 s, as measured in this run" in problem
     assert _problems(run_dir, signal_seconds=185) == []
+
+
+def test_a_checkpoint_is_written_twice_within_the_time_for_a_save_if_one_was_in_flight(run_dir: RunDir) -> None:
+    _record(run_dir, seconds_a_step=10.0, save_seconds=1.0)
+    history = MetricsLog(run_dir.history)
+    for step, seconds in ((10, 40.0), (20, 100.0), (30, 50.0)):
+        history.append("saved", step, {"write_seconds": seconds})
+    history.close()
+    [problem] = _problems(run_dir, signal_seconds=200)
+    assert "a save in flight and one more may take 210 s, as measured in this run" in problem
+    assert [*start_problems(config_of(signal_seconds=200), run_dir)] == [problem]
+    assert _problems(run_dir, signal_seconds=210) == []
+
+
+def test_a_check_without_a_submission_knows_the_memory_of_the_gpus(run_dir: RunDir) -> None:
+    config = config_of(gpu_memory_gb=0.5, gpus_per_node=1)
+    [problem] = start_problems(config, run_dir)
+    assert [problem] == memory_problems(config)
+    assert problem.startswith("slurm.gpu_memory_gb: ")
 
 
 def _initial_weights_problems(run_dir: RunDir, path: Path, *, after: bool = False) -> list[str]:

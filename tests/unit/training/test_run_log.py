@@ -111,6 +111,25 @@ def test_records_are_brought_onto_the_disk_and_its_errors_are_warnings(
     assert caplog.text.count("Input/output error") == 3
 
 
+def test_the_copy_of_a_plugin_has_its_bytes(run_dir: RunDir, tmp_path: Path) -> None:
+    """Its digest goes into the model folder, which the user's file must have to be executed."""
+    file = tmp_path / "mine.py"
+    file.write_bytes(b"\xef\xbb\xbfdef build():\r\n    pass\r\n")
+    given = {"data": {"train": {"demo": "train"}}, "model": {"plugin": f"{file}:build"}, "tracking": {"enabled": False}}
+    run = SimpleNamespace(
+        config=Config(**given), run_dir=run_dir, data=SimpleNamespace(folder=tmp_path), terminal=Terminal()
+    )
+    run_log.open_run_log(run, SimpleNamespace(step=0), {})  # type: ignore[arg-type]
+    assert run_dir.plugin.read_bytes() == file.read_bytes()
+
+
+def test_the_time_to_write_a_checkpoint_is_recorded(run_dir: RunDir) -> None:
+    run_log = RunLog(Config(data={"train": {"demo": "train"}}), run_dir, None, None)
+    run_log.checkpoint_saved(4, run_dir.checkpoints / "step_00000004", 12.3456)
+    (record,) = read_records(run_dir.history)
+    assert {**record, "time": 0} == {"event": "saved", "step": 4, "time": 0, "write_seconds": 12.346}
+
+
 def test_the_best_checkpoint_is_the_best_of_all_validations_so_far():
     scores = {10: 20.0, 20: 25.0, 30: 24.0, 40: 26.0}
     assert marked("bleu", scores, [10, 20, 30, 40], 10) == [10, 20, 40]

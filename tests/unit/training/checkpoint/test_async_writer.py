@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -126,13 +127,28 @@ def test_the_records_are_on_disk_before_the_checkpoint_is_complete(run_dir):
             saver_of(run_dir, ranks),
             MemoryEngine(5),
             lambda: seen.append(folders(run_dir)),
-            lambda step, path: seen.append(path.name),
+            lambda step, path, seconds: seen.append(path.name),
             lambda seconds: None,
         )
         saver.save_last(5, lambda: state_of(5))
 
     alone(work)
     assert seen == [["step_00000005.tmp"], "step_00000005"]
+
+
+def test_the_time_of_a_save_ends_with_the_file_and_not_when_training_asks_for_it(run_dir):
+    def work(ranks):
+        one = saver_of(run_dir, ranks)
+        one.begin(MemoryEngine(5), state_of(5))
+        flight = one._pending
+        flight.writer.join()
+        flight.began -= 1000.0
+        while time.monotonic() <= flight.writer.ended:
+            pass
+        return one.finish().seconds, flight.writer.ended - flight.began
+
+    measured, expected = alone(work)
+    assert measured == expected
 
 
 def test_the_copy_is_allocated_once(run_dir, monkeypatch):
