@@ -190,9 +190,11 @@ def _warn_of_held_out(run: Run) -> None:
 def _warn_of_other_threads(run: Run, checkpoint: Checkpoint) -> None:
     now = torch.get_num_threads()
     then = checkpoint.state.get("num_threads", now)
-    if run.training.same_bits and then != now and run.ranks.device.type == "cpu":
+    same_ranks = checkpoint.state.get("num_ranks") == run.ranks.num_ranks and run.training.precision == "fp32"
+    is_exact = run.ranks.device.type == "cpu" and (run.training.same_bits or same_ranks)
+    if is_exact and then != now:
         log.warning(
-            "same_bits  %s was computed with %d threads a rank, this start has %d, which rounds otherwise: start with "
+            "threads    %s was computed with %d threads a rank, this start has %d, which rounds otherwise: start with "
             "OMP_NUM_THREADS=%d for the same bits", checkpoint.path.name, then, now, then,
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from checkpoint_helpers import on_ranks, save
 
-from dist_transformer.config.schema import Config, ModelConfig, ValidationConfig
+from dist_transformer.config.schema import Config, ModelConfig, TrainingConfig, ValidationConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import CheckpointError, MachineError, UserError
@@ -22,7 +23,7 @@ from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.outbox import add_event
-from dist_transformer.training import finish, rank, run_log
+from dist_transformer.training import finish, rank, run_log, trainer
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.run_log import RunLog, add_to_history, is_best_so_far, note
 from dist_transformer.training.validation import translation
@@ -128,6 +129,30 @@ def test_the_time_to_write_a_checkpoint_is_recorded(run_dir: RunDir) -> None:
     run_log.checkpoint_saved(4, run_dir.checkpoints / "step_00000004", 12.3456)
     (record,) = read_records(run_dir.history)
     assert {**record, "time": 0} == {"event": "saved", "step": 4, "time": 0, "write_seconds": 12.346}
+
+
+@pytest.mark.parametrize(
+    ("settings", "then", "is_said"),
+    [
+        ({"precision": "fp32"}, {"num_threads": 8, "num_ranks": 1}, True),
+        ({"precision": "fp32", "same_bits": True}, {"num_threads": 8, "num_ranks": 2}, True),
+        ({"precision": "fp32"}, {"num_threads": 8, "num_ranks": 2}, False),
+        ({"precision": "bf16"}, {"num_threads": 8, "num_ranks": 1}, False),
+        ({"precision": "fp32"}, {"num_ranks": 1}, False),  # a checkpoint that does not know them
+    ],
+    ids=str,
+)
+def test_other_threads_are_warned_of_where_the_bits_would_else_be_the_same(
+    settings: dict[str, Any], then: dict[str, int], is_said: bool, ranks: Ranks, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    on_cpu = replace(ranks, device=torch.device("cpu"))
+    run = SimpleNamespace(training=TrainingConfig(**settings), ranks=on_cpu)
+    trainer._warn_of_other_threads(run, SimpleNamespace(state=then, path=Path("step_00000004")))  # type: ignore[arg-type]
+    said = "step_00000004 was computed with 8 threads a rank, this start has 3, which rounds otherwise"
+    assert (said in caplog.text) == is_said
+    assert bool(caplog.text) == is_said
 
 
 def test_the_best_checkpoint_is_the_best_of_all_validations_so_far():
