@@ -71,7 +71,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
             log.warning("precision  %s", warning)
         code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
     except UserError as error:
-        _note_failure(run_dir, ranks, str(error), is_refusal=True)
+        _note_failure(run_dir, ranks, str(error), is_refusal=True, is_told=error.is_agreed)
         raise
     except OSError as error:
         message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is back"
@@ -84,8 +84,8 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     except Exception as error:  # noqa: BLE001  (the last handler: reports and leaves, so that the other ranks can)
         cause = group.explain(error)  # short if this rank only lost another one, whose message must stay visible
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
-        say(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}")
-        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1])
+        say(f"{_name_of(ranks)} failed: {said}")
+        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=cause is not None)
         leave(EXIT_FAILED)
     lock.release()
     group.leave()
@@ -182,14 +182,24 @@ def _default_threads(ranks: Ranks) -> int:
     return (int(given) if given.isdecimal() else 0) or threads_per_rank(ranks.ranks_per_node)
 
 
-def _note_failure(run_dir: RunDir, ranks: Ranks, message: str, reason: str = "", is_refusal: bool = False) -> None:
-    """Records a failure in train.log and run.json, if the disk takes it; other ranks print theirs themselves.
+def _name_of(ranks: Ranks) -> str:
+    return f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()}"
+
+
+def _note_failure(
+    run_dir: RunDir, ranks: Ranks, message: str, reason: str = "", is_refusal: bool = False, is_told: bool = False
+) -> None:
+    """Records a failure in train.log and run.json, if the disk takes it.
 
     `reason`: the message in one line. `is_refusal`: of the start, after which a run that has finished is still finished.
+    `is_told`: another rank records it.
     """
     reason = reason or " ".join(message.split())
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
+    elif not is_told:
+        with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"{_name_of(ranks)} failed: {without_secrets(message)}\n")
     with contextlib.suppress(OSError, MachineError):
         # Said by an earlier start, or before a rollback was refused.
         if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":

@@ -97,17 +97,21 @@ def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16_and_so_does_a_re
 
 def test_a_rank_that_raises_is_named_and_both_leave(faulty):
     started = time.monotonic()
-    code, said, _ = faulty("exception", "raising")
+    code, said, run = faulty("exception", "raising")
     assert code == EXIT_FAILED
     assert "injected by the test" in said
     assert "rank 1 of 2" in said
+    logged = (run / "train.log").read_text(encoding="utf-8")
+    assert re.search(r"rank 1 of 2 on \S+ failed: Traceback(.*\n)+RuntimeError: injected by the test", logged)
     assert time.monotonic() - started < LEAVE_SECONDS
 
 
 def test_a_rank_out_of_memory_says_so_and_both_leave(faulty):
     code, said, run = faulty("memory", "memory")
     assert code == EXIT_FAILED
-    assert re.search(r"out of memory in step [0-9]+ of rank 1: .* more were asked for; .*Lower data\.max_tokens", said)
+    out = re.compile(r"out of memory in step [0-9]+ of rank 1: .* more were asked for; .*Lower data\.max_tokens")
+    assert out.search(said)
+    assert out.search((run / "train.log").read_text(encoding="utf-8"))
     assert "Traceback" not in said
     assert names_in(run / "checkpoints", "step_????????")[0] == "step_00000002"  # that of step 4 may be in flight
 
