@@ -98,6 +98,11 @@ def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: A
         )
     if checkpoints.final_model == "ema" and training.ema_decay is None:
         yield "checkpoints.final_model: ema needs training.ema_decay (0.9999 is usual): set both or neither"
+    if training.ema_decay is not None and training.ema_decay < 0.5:
+        yield (
+            f"training.ema_decay: {training.ema_decay} is the share of the average that stays; other programs give that of the "
+            f"new weights: write 1 - {training.ema_decay}, which is {1 - training.ema_decay:.6g}"
+        )
     if checkpoints.final_model == "average_best" and not checkpoints.keep_best:
         yield "checkpoints.final_model: average_best needs checkpoints.keep_best: so many are averaged"
     if not checkpoints.keep_best:

@@ -55,6 +55,11 @@ VALIDATED = "data.validation={demo: validation}"
     [
         (["checkpoints.final_model=ema"], "checkpoints.final_model: ema needs training.ema_decay"),
         (["checkpoints.final_model=average_best"], "checkpoints.final_model: average_best needs checkpoints.keep_best"),
+        (
+            ["training.ema_decay=0.0001"],
+            "training.ema_decay: 0.0001 is the share of the average that stays; other programs give that of the new weights: "
+            "write 1 - 0.0001, which is 0.9999",
+        ),
         (["checkpoints.keep_best=2"], "checkpoints.keep_best: needs data.validation"),
         (
             [VALIDATED, "checkpoints.keep_best=2", "checkpoints.every_steps=300", "validation.every_steps=200"],
