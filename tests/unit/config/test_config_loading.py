@@ -191,6 +191,13 @@ def test_a_file_that_is_not_a_configuration_says_so(tmp_path, text, expected):
     assert any(expected in problem for problem in problems_of(write(tmp_path, text)))
 
 
+def test_a_folder_is_no_configuration_and_the_file_of_a_run_folder_is_named(tmp_path):
+    assert (
+        one_problem_of(tmp_path)
+        == f"{tmp_path}: is a folder; give a YAML file: that of a run folder is its config.yaml"
+    )
+
+
 def test_a_missing_file_and_a_bad_override_are_named(tmp_path):
     assert "no such file; give the path of a YAML file" in one_problem_of(tmp_path / "none.yaml")
     assert "'oops': expected section.key=value" in one_problem_of(write(tmp_path, BASE), "oops")
