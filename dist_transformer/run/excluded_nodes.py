@@ -1,7 +1,7 @@
-"""Nodes that a run excludes from its own jobs, because the preflight found them faulty, or training did, twice.
+"""Nodes that a run excludes from its own jobs: the preflight found them faulty, or training did, twice, or one went down
+with the batch script.
 
-They are few, and never so many that the partition could no longer run the job: a fault of the program must not be
-taken for a fault of the cluster.
+They are few: a fault of the program must not be taken for a fault of the cluster.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ def excluded_nodes(run_dir: RunDir) -> dict[str, str]:
 def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare: int) -> dict[str, str]:
     """Excludes nodes, in their order, as long as the limits allow; returns the added ones with their reasons.
 
-    Over all attempts of a run a tenth of its nodes are excluded at most, one if it has fewer than ten, and never more
-    than the partition has to spare.
+    Over all attempts of a run a tenth of its nodes are excluded at most, one if it has fewer than ten; now
+    `num_spare` at most.
 
     Args:
         num_nodes: nodes of the job.
-        num_spare: further nodes that could serve it.
+        num_spare: further nodes that could serve it; all that were found, where the job rather waits for one.
     """
     before = excluded_nodes(run_dir)
     room = min(max(1, num_nodes // 10) - len(before), num_spare)
