@@ -81,15 +81,13 @@ def install(fault: str) -> None:
         _, number, where, what = fault.split()
         install_validation(int(number), where, what)
     if fault in ("spike", "spike twice"):
-        from dist_transformer.training import loop as loop_module
+        forward = Engine.__call__
 
-        forward = loop_module.forward
+        def faulty_forward(engine: Engine, *inputs: object) -> tuple[Tensor, ...]:
+            loss, *others = forward(engine, *inputs)
+            return (loss * SPIKE if at_work and len(others) == 1 else loss, *others)  # a validation has three
 
-        def faulty_forward(*arguments: object) -> tuple[Tensor, Tensor]:
-            loss, nll = forward(*arguments)
-            return (loss * SPIKE, nll) if at_work else (loss, nll)
-
-        loop_module.forward = faulty_forward
+        Engine.__call__ = faulty_forward
 
 
 def install_disk(fault: str) -> None:
