@@ -262,9 +262,10 @@ def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
             f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
             f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
         )
-    writes = (each.get("write_seconds", 0.0) for each in records_of(last_lines(run_dir.history, RECENT_BYTES)))
+    saved = records_of(last_lines(run_dir.history, RECENT_BYTES))
+    write_seconds = statistics.median([each["write_seconds"] for each in saved if "write_seconds" in each] or [0.0])
     # The save of the signal begins when one in flight has ended.
-    saves = max(2 * max(writes, default=0.0), *(record.get("save_seconds", 0.0) for record in records))
+    saves = max(2 * write_seconds, *(record.get("save_seconds", 0.0) for record in records))
     needed = saves + step_seconds
     if needed > config.slurm.signal_seconds:
         yield (
