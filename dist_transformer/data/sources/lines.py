@@ -9,6 +9,7 @@ import io
 import itertools
 import lzma
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -126,12 +127,37 @@ def encoding_error(file: str, number: int, line: bytes) -> DataError:
     raise AssertionError("called for a valid line")
 
 
-def _unpacked(file: str) -> io.BufferedReader | lzma.LZMAFile:
-    content = open_binary(file)
-    suffix = compression_suffix(file)
+def _unpacked(file: str) -> io.BufferedReader:
+    content, suffix = open_binary(file), compression_suffix(file)
     if suffix == ".xz":
-        return lzma.open(content)
+        return io.BufferedReader(_XzStreams(content), READ_BLOCK_BYTES)
     return io.BufferedReader(pa.input_stream(content, compression=COMPRESSIONS.get(suffix)), READ_BLOCK_BYTES)
+
+
+class _XzStreams(io.RawIOBase):
+    """Decompresses all streams of an .xz file; LZMAFile takes a damaged one for the end of the file."""
+
+    def __init__(self, content: BinaryIO) -> None:
+        self._content, self._stream = content, lzma.LZMADecompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = b""
+        while not part:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data
+                while not (packed := packed.lstrip(b"\0")):  # between streams zeros may stand
+                    if not (packed := self._content.read(READ_BLOCK_BYTES)):
+                        return 0
+                self._stream = lzma.LZMADecompressor()
+            elif self._stream.needs_input and not (packed := self._content.read(READ_BLOCK_BYTES)):
+                raise EOFError("the compressed data are cut off")
+            part = self._stream.decompress(packed, len(buffer))
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def _aligned_lines(source: str, target: str) -> Iterator[tuple[bytes, bytes]]:

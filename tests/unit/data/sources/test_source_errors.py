@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from source_helpers import pack
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.data.sources import tables
@@ -162,6 +163,23 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage:
     corpus = CorpusConfig(path=f"t.tsv{suffix}")
     with pytest.raises(DataError, match=rf"t\.tsv{suffix}: cannot be read to its end"):
         scan_corpus(corpus, data_in(tmp_path, corpus))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
+def test_damage_in_a_later_stream_of_a_compressed_file_is_not_taken_for_its_end(tmp_path: Path, suffix: str):
+    later = pack("".join(f"source {n * 7919}\ttarget {n}\n" for n in range(1000)), suffix)
+    path, corpus = tmp_path / f"t.tsv{suffix}", CorpusConfig(path=f"t.tsv{suffix}")
+    padding = bytes(1 << 21) if suffix == ".xz" else b""
+    path.write_bytes(later + padding[:4] + later + padding)
+    assert sum(len(batch.source) for batch in read(tmp_path, corpus)) == 2000
+    for bad in (
+        later[:2],
+        b"foreign" + later,
+        *(later[:at] + bytes([later[at] ^ 64]) + later[at + 1 :] for at in (0, 1)),
+    ):
+        path.write_bytes(later + padding + bad)
+        with pytest.raises(DataError, match=rf"t\.tsv{suffix}: cannot be read to its end"):
+            read(tmp_path, corpus)
 
 
 @pytest.mark.parametrize(
