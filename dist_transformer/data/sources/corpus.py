@@ -80,11 +80,13 @@ def read_corpus(
     """
     readers = ReaderChain(_readers(corpus, data))
     columns = {name: ReaderChain(_score_readers(corpus, data, name)) for name in scores}
+    table = "" if corpus.source else f"{corpus_name(corpus, data)}: column "
     first_row, prefix = 0, tag_prefix(corpus.tags)
     while readers.has_more():
         if wanted(first_row):
             pairs = readers.take(batch_rows)
-            values = {name: _taken_scores(name, chain, first_row, len(pairs.source)) for name, chain in columns.items()}
+            count = len(pairs.source)
+            values = {name: _taken_scores(table, name, chain, first_row, count) for name, chain in columns.items()}
             source = tagged(normalized(pairs.source, data.normalization), prefix)
             target = normalized(pairs.target, data.normalization)
             yield RawBatch(first_row, source, target, frozenset(pairs.bad_encoding), prefix, values)
@@ -185,13 +187,15 @@ def _score_readers(corpus: CorpusConfig, data: DataConfig, name: str) -> Iterato
     yield from _readers(CorpusConfig(source=name, target=name) if corpus.source else table, data)
 
 
-def _taken_scores(name: str, chain: ReaderChain, first_row: int, count: int) -> NDArray[np.float64]:
+def _taken_scores(table: str, name: str, chain: ReaderChain, first_row: int, count: int) -> NDArray[np.float64]:
+    """Returns the next scores; an empty cell of a table is NaN, an empty line of a file beside text an error."""
     values: list[float] = []
-    texts = chain.take(count).source
+    texts, empty = chain.take(count).source, "nan" if table else ""
     try:
-        values += (float(text or "") for text in texts)
+        values += (float(text or empty) for text in texts)
     except ValueError:
-        raise DataError(f"{name}: score {first_row + len(values) + 1} is {texts[len(values)]!r}; {ONE_SCORE}") from None
+        at, text = first_row + len(values) + 1, texts[len(values)]
+        raise DataError(f"{table}{name}: score {at} is {text!r}; {ONE_SCORE}") from None
     if len(values) < count:
         raise DataError(f"{name}: ends after {first_row + len(values)} scores, but there are more pairs; {ONE_SCORE}")
     return np.array(values)

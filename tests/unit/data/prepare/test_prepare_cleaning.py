@@ -270,18 +270,20 @@ def score_lines(count: int) -> str:
     return "".join(f"{number / 100:g}\n" for number in range(count))
 
 
-def write_table(folder: Path, kind: str) -> str:
-    """A table of 100 pairs with scores 0, 0.01 ... 0.99; returns the name of the column."""
-    rows = [{"en": en, "de": de, "laser": number / 100} for number, (en, de) in enumerate(PAIRS[:100])]
+def write_table(folder: Path, kind: str, missing: tuple[int, ...] = ()) -> str:
+    """A table of 100 pairs with scores 0, 0.01 ... 0.99, some of them missing; returns the name of the column."""
+    rows: list[dict[str, Any]] = [{"en": en, "de": de} for en, de in PAIRS[:100]]
+    for number, row in enumerate(rows):
+        row["laser"] = None if number in missing else number / 100
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), folder / "t.parquet", row_group_size=30)
     elif kind == "jsonl":
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     else:
         mark = "\t" if kind == "tsv" else ","
-        lines = (mark.join((row["en"].replace(",", ""), row["de"].replace(",", ""), str(row["laser"]))) for row in rows)
+        cells = (["" if cell is None else str(cell).replace(",", "") for cell in row.values()] for row in rows)
         head = "" if kind == "tsv" else "en,de,laser\n"
-        (folder / f"t.{kind}").write_text(head + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+        (folder / f"t.{kind}").write_text(head + "".join(f"{mark.join(row)}\n" for row in cells), encoding="utf-8")
     return "2" if kind == "tsv" else "laser"
 
 
@@ -290,6 +292,23 @@ def test_scores_are_a_column_of_any_table(tmp_path: Path, kind: str):
     column = write_table(tmp_path, kind)
     train = {"path": f"t.{kind}", "filters": {"scores": {column: 0.25}}}
     assert rows_in(config_in(tmp_path, PAIRS[:9], {}, train=train)) == [*range(25, 100)]
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
+def test_a_missing_score_of_a_table_counts_as_below_the_threshold(tmp_path: Path, kind: str):
+    column = write_table(tmp_path, kind, missing=(30, 40))
+    config = config_in(tmp_path, PAIRS[:9], {}, train={"path": f"t.{kind}", "filters": {"scores": {column: 0.25}}})
+    assert rows_in(config) == [row for row in range(25, 100) if row not in (30, 40)]
+    assert report_of(config)["train"]["dropped"]["scores"] == 27
+
+
+def test_a_score_that_is_a_word_is_named_with_its_table(tmp_path: Path):
+    write_table(tmp_path, "csv")
+    path = tmp_path / "t.csv"
+    path.write_text(path.read_text(encoding="utf-8").replace(",0.02\n", ",good\n"), encoding="utf-8")
+    config = config_in(tmp_path, PAIRS[:9], {}, train={"path": "t.csv", "filters": {"scores": {"laser": 0.25}}})
+    with pytest.raises(DataError, match=r"t\.csv: column laser: score 3 is 'good'; expected a number a line"):
+        prepare(config)
 
 
 def test_scores_are_a_file_beside_text_files_and_part_of_the_recipe(tmp_path: Path):
