@@ -41,7 +41,7 @@ ReportProgress = Callable[[str, int, int | None], None]
 LARGE_DOWNLOAD_BYTES, LARGE_GROUP_WINDOWS = 10**9, 10
 """Text at an address, and row groups in windows, from which on a warning tells what they cost."""
 SAMPLE_ROWS = 2000
-"""Rows at the head of a corpus from which its tokens are estimated."""
+"""Rows at the head of a corpus from which its tokens are estimated; as many more until one is kept."""
 TOKENIZER_CHOICE = 4
 """Sentences passed to the trainer, a multiple of TRAINING_SENTENCES, which it samples; others are skipped."""
 
@@ -144,7 +144,6 @@ class Start:
         for name, corpus in self.config.data.training_corpora().items():
             if name in state.samples:
                 continue
-            self.progress("sample", 0, None)
             cleaner = Cleaner.of(name, self.config.data, self.folder)
             files = parquet_index(corpus, self.config.data)
             if files is not None and (refused := [*cleaner.repetition_rules(), *cleaner.settings.scores]):
@@ -161,12 +160,14 @@ class Start:
 
     def _sample(self, corpus: CorpusConfig, tokenizer: Tokenizer, cleaner: Cleaner) -> Chunk:
         data = self.config.data
-        batch = next(read_corpus(corpus, data, SAMPLE_ROWS, scores=cleaner.settings.scores))
-        _, counts = tokenized_rows(batch, cleaner.clean(batch), tokenizer, cleaner.settings, self.threads)
-        sample = Chunk.together([counts])
-        if sample.rows == 0:
-            raise all_dropped_error(corpus_name(corpus, data), sample, "first ")
-        return sample
+        sample = Chunk.together([])
+        for batch in read_corpus(corpus, data, SAMPLE_ROWS, scores=cleaner.settings.scores):
+            self.progress("sample", batch.first_row, None)
+            _, counts = tokenized_rows(batch, cleaner.clean(batch), tokenizer, cleaner.settings, self.threads)
+            sample = Chunk.together([sample, counts])
+            if sample.rows:
+                return sample
+        raise all_dropped_error(corpus_name(corpus, data), sample)
 
     def _split_in_place(self, corpus: CorpusConfig, files: list[ParquetFile], sample: Chunk) -> Split:
         data = self.config.data
@@ -223,12 +224,12 @@ def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
     return round(rows * source / of_rows), round(rows * target / of_rows)
 
 
-def all_dropped_error(name: str, chunk: Chunk, which: str = "") -> DataError:
+def all_dropped_error(name: str, chunk: Chunk) -> DataError:
     """Returns the error for a corpus whose rows are all dropped."""
     counts = ", ".join(f"{rule} {count}" for rule, count in chunk.dropped.items())
     same = "; is it data.validation or test? Then data.filters.rules.held_out: false" * ("held_out" in chunk.dropped)
     return DataError(
-        f"{name}: all of its {which}{chunk.read_rows} pairs were dropped ({counts}). "
+        f"{name}: all of its {chunk.read_rows} pairs were dropped ({counts}). "
         f"Look at the text, the order of its columns and data.filters{same}."
     )
 

@@ -165,20 +165,22 @@ def _first_pairs(folder: Path, source: list[str], target: list[str], *overrides:
         (GOOD, [""] * 30, [], "empty 30"),
         (GOOD, ["x " * 99] * 30, ["data.filters.max_tokens=99"], "too_long 30"),
         (GOOD, [*[""] * 10, *["x " * 99] * 20], ["data.filters.max_tokens=99"], "empty 10, too_long 20"),
-        ([*GOOD, *["a"] * 1970, "good"], [*[""] * 2000, "gut"], [], "empty 2000"),
+        (["a"] * 2001, [*[""] * 2000, "x " * 2001], [], "empty 2000, too_long 1"),
+        (["a"] * 100_001, [*[""] * 100_000, "gut"], [], "empty 100000"),
     ],
 )
 def test_filters_that_leave_nothing_of_the_first_pairs_are_told_before_the_job_waits(
     tmp_path: Path, source: list[str], target: list[str], overrides: list[str], counts: str
 ) -> None:
     [problem] = _first_pairs(tmp_path, source, target, *overrides)
-    count = min(len(source), 2000)
+    count = min(len(source), 100_000)
     assert problem.startswith(f"data.filters: all of the first {count} pairs of ")
     assert f"would be dropped ({counts}); look at the text" in problem
 
 
 def test_filters_that_leave_a_pair_are_none_of_submits_business(tmp_path: Path) -> None:
     assert _first_pairs(tmp_path, GOOD, ["", *GOOD[1:]]) == []
+    assert _first_pairs(tmp_path, ["bad"] * 5000 + GOOD, [""] * 5000 + GOOD) == []
     assert _first_pairs(tmp_path, GOOD, ["x " * 98] * 30, "data.filters.max_tokens=99") == []
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / "manifest.json").touch()

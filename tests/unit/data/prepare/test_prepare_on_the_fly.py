@@ -134,10 +134,20 @@ def test_another_file_in_place_is_another_corpus(tmp_path: Path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_corpus_whose_head_is_dropped_is_refused(tmp_path: Path):
+def test_a_corpus_whose_head_is_dropped_is_sampled_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scan, "SAMPLE_ROWS", 50)
+    write_parquet(tmp_path / "web.parquet", [("bad", "")] * 120 + PAIRS[:180], 100)
+    config = config_in(tmp_path, {"path": "web.parquet"})
+    split = prepare(config).splits["train"]
+    assert split.rows == 300
+    assert 0 < split.source_tokens < sum(len(source) for source, _ in PAIRS[:180])
+    assert "estimated from its first 150 pairs" in (prepared_folder(config) / "report.md").read_text()
+
+
+def test_a_corpus_whose_pairs_are_all_dropped_is_refused(tmp_path: Path):
     write_parquet(tmp_path / "web.parquet", PAIRS[:300], 100)
     config = config_in(tmp_path, {"path": "web.parquet"}, filters={"max_tokens": 2})
-    with pytest.raises(DataError, match=r"web\.parquet: all of its first 300 pairs were dropped \(too_long 300\)"):
+    with pytest.raises(DataError, match=r"web\.parquet: all of its 300 pairs were dropped \(too_long 300\)"):
         prepare(config)
 
 
