@@ -92,15 +92,19 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
 
 def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
-    ours, theirs = flatten(wanted), flatten({key: value for key, value in found.items() if key in wanted})
-    differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
-    if differing:
-        lines = [f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing]
+    if lines := differences(found, wanted):
         raise DataError(
-            f"{folder}: this folder was prepared with other settings or another text:\n" + "\n".join(lines) + "\n"
+            f"{folder}: this folder was prepared with other settings or another text:\n{lines}\n"
             "Put it back; or set data.prepared to another folder, and for a run that has checkpoints another run.name; without "
             "such a run, the folder may be deleted and is prepared again."
         )
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Returns a line for each difference between two recipes; only keys of `wanted` count."""
+    ours, theirs = flatten(wanted), flatten({key: value for key, value in found.items() if key in wanted})
+    differing = (key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
+    return "\n".join(f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing)
 
 
 def _difference(key: str, found: Any, wanted: Any) -> str:

@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
+from dist_transformer.data.filters import HELD_OUT_NAME
 from dist_transformer.data.manifest import (
     MANIFEST_NAME,
     SHARD_FOLDER,
@@ -47,6 +48,7 @@ from dist_transformer.data.prepare.scan import ReportProgress, Start, load_token
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.data.recipe import (
     FORMATS,
+    differences,
     make_recipe,
     recipe_of_format,
     recipe_without_corpora,
@@ -106,6 +108,7 @@ def prepare(
             if (folder / MANIFEST_NAME).exists():
                 return Manifest.load(folder)
             progress("report", 0, None)
+            _refuse_changed_text(config, folder, state.recipe)
             write_report(folder, config.data.filters.plugin, corpora)
             splits = {name: corpus.split for name, corpus in corpora.items()}
             return _completed(folder, _manifest(config, state, folder, splits))
@@ -158,16 +161,7 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
     if not (folder / MANIFEST_NAME).exists():
         return None
     manifest = Manifest.load(folder)
-    corpora = (*config.data.training_corpora().values(), *config.data.held_out_corpora().values())
-    recipe = recipe_without_corpora(config)
-    try:
-        if all(is_text_at_hand(corpus, config.data) for corpus in corpora):
-            recipe = read_recipe()
-    except (DataError, MachineError) as error:
-        if not is_address(str(error)):
-            raise
-        log.warning("%s: used as it is; whether its text has changed is not known: %s", folder, error)
-    recipe = recipe_of_format(manifest.recipe.get("format"), recipe, config)
+    recipe = recipe_of_format(manifest.recipe.get("format"), _recipe_now(config, folder, read_recipe), config)
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
         recipe = recipe_without_modifiers(recipe)
     roots = (Path(config.run.root), folder.parent.parent)  # the latter: the run was moved with its corpus
@@ -175,6 +169,29 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
         recipe = {key: value for key, value in recipe.items() if key != "held_out"}
     refuse_other_recipe(folder, manifest.recipe, recipe)
     return manifest
+
+
+def _recipe_now(config: Config, folder: Path, read_recipe: ReadRecipe) -> dict[str, Any]:
+    """Returns the recipe, or if the text is gone, or its server does not answer, its part without corpora."""
+    corpora = (*config.data.training_corpora().values(), *config.data.held_out_corpora().values())
+    try:
+        if all(is_text_at_hand(corpus, config.data) for corpus in corpora):
+            return read_recipe()
+    except (DataError, MachineError) as error:
+        if not is_address(str(error)):
+            raise
+        log.warning("%s: used as it is; whether its text has changed is not known: %s", folder, error)
+    return recipe_without_corpora(config)
+
+
+def _refuse_changed_text(config: Config, folder: Path, begun_with: dict[str, Any]) -> None:
+    """Raises a DataError if a text has changed since the preparation began; what was made of it is removed."""
+    if lines := differences(begun_with, _recipe_now(config, folder, partial(make_recipe, config))):
+        (folder / HELD_OUT_NAME).unlink(missing_ok=True)
+        _clear_away(folder / WORK_FOLDER)
+        raise DataError(
+            f"{folder}: its text changed while it was prepared:\n{lines}\nStart again, and leave it as it is."
+        )
 
 
 def _clear_away(work: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
+from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, read_split, write_text
 from web_server import web_server
 
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
@@ -306,6 +306,55 @@ def test_a_changed_text_under_an_unfinished_folder_is_refused(tmp_path: Path):
         prepare(config)
 
 
+@pytest.mark.parametrize("name", ["train.de", "validation.en"])
+def test_a_text_that_changes_while_it_is_prepared_is_refused_and_then_prepared_anew(
+    tmp_path: Path, whole: Manifest, name: str
+):
+    write_text(tmp_path)
+    config, text = config_of(tmp_path, data=in_fixed_folder(tmp_path)), (tmp_path / name).read_text(encoding="utf-8")
+
+    def change(stage: str, done: int, total: int | None) -> None:
+        if stage == "train" and done:
+            (tmp_path / name).write_text(text.upper(), encoding="utf-8")
+
+    with pytest.raises(DataError, match=rf"mine: its text changed while it was prepared:\n.*1 changed \({name}\)"):
+        prepare(config, progress=change)
+    assert not (tmp_path / "mine" / MANIFEST_NAME).exists()
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    manifest = prepare(config)
+    assert manifest.digest == whole.digest
+    assert read_split(tmp_path / "mine", manifest, "train")[:9] == read_split(tmp_path / "mine", whole, "train")[:9]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_text_at_an_address_that_changes_while_it_is_prepared_is_refused(tmp_path: Path, ranges: bool):
+    write_text(tmp_path)
+    with web_server(tmp_path, ranges) as server:
+        config = config_of(tmp_path, data=in_fixed_folder(tmp_path, root=server.address))
+
+        def change(stage: str, done: int, total: int | None) -> None:
+            if stage == "validation":
+                write_text(tmp_path, PAIRS[:NUM_TRAIN][::-1])
+
+        with pytest.raises(DataError, match=r"changed while it was prepared:\n.*2 changed \(train\.de, train\.en\)"):
+            prepare(config, progress=change)
+
+
+def test_a_preparation_ends_with_a_warning_if_the_server_of_its_text_does_not_answer_at_the_end(
+    tmp_path: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
+    write_text(tmp_path)
+    with web_server(tmp_path) as server:
+        data = in_fixed_folder(tmp_path, root=server.address)
+
+        def fail(stage: str, done: int, total: int | None) -> None:
+            server.failures = 1000 if stage == "report" else 0
+
+        assert prepare(config_of(tmp_path, data=data), progress=fail).digest == whole.digest
+    assert "whether its text has changed is not known" in caplog.text
+
+
 def test_a_complete_folder_serves_without_the_text(tmp_path: Path):
     write_text(tmp_path)
     config = config_of(tmp_path, data=in_fixed_folder(tmp_path))
@@ -352,7 +401,9 @@ def test_a_local_text_that_contradicts_the_settings_is_refused_also_under_a_comp
         prepare(config)
 
 
-def test_each_process_looks_into_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_process_looks_into_each_file_once_and_the_last_at_the_end_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_text(tmp_path)
     looked_into: list[str] = []
     fingerprint = files.file_fingerprint
@@ -364,7 +415,7 @@ def test_each_process_looks_into_each_file_once(tmp_path: Path, monkeypatch: pyt
             monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
             looked_into.clear()
             results.append(prepare_with_progress(config))
-            assert len(looked_into) == 4
+            assert len(looked_into) == (4 if results[1:] else 8)
         assert all(result == results[0] for result in results)
 
 
