@@ -77,6 +77,9 @@ class _Handler(SimpleHTTPRequestHandler):
         if asked:
             first, last = (int(end) for end in asked.removeprefix("bytes=").split("-"))
             last = min(last, len(content) - 1)
+        if first > last:
+            self.send_error(416)
+            return
         self.send_response(206 if asked else 200)
         if asked:
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")

@@ -129,6 +129,8 @@ class _RetriedReads(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         content = retried(self._name, lambda: self._read(len(buffer)))
+        if not content and self._position < (getattr(self._remote, "size", None) or 0):
+            raise DataError(f"{self._name}: changed while it was read: it is shorter now. Start again.")
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)

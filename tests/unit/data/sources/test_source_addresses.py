@@ -276,6 +276,19 @@ def test_a_file_that_is_not_there_and_a_server_that_is_not_there_are_named(tmp_p
         read(address, CorpusConfig(path="a.tsv"))
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path, web: WebServer, suffix: str):
+    noise, file = np.random.default_rng(0), tmp_path / f"a.tsv{suffix}"
+    lines = b"".join(b"%s\t%d\n" % (noise.bytes(50).hex().encode(), n) for n in range(200_000))
+    file.write_bytes(gzip.compress(lines, 1) if suffix else lines)
+    corpus = CorpusConfig(path=file.name)
+    batches = read_corpus(corpus, data_at(web.address, corpus), 64)
+    next(batches)
+    file.write_bytes(file.read_bytes()[: 1 << 20])
+    with pytest.raises(DataError, match=rf"{web.address}/{file.name}: changed while it was read: it is shorter now"):
+        list(batches)
+
+
 def test_a_filesystem_whose_package_is_missing_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "some_cloud_fs", None)
     fsspec.register_implementation("somecloud", "some_cloud_fs.FileSystem", errtxt="install it", clobber=True)
