@@ -189,9 +189,7 @@ def _refuse_changed_text(config: Config, folder: Path, begun_with: dict[str, Any
     if lines := differences(begun_with, _recipe_now(config, folder, partial(make_recipe, config))):
         (folder / HELD_OUT_NAME).unlink(missing_ok=True)
         _clear_away(folder / WORK_FOLDER)
-        raise DataError(
-            f"{folder}: its text changed while it was prepared:\n{lines}\nStart again, and leave it as it is."
-        )
+        raise DataError(f"{folder}: its text changed while it was prepared:\n{lines}\nStart again.")
 
 
 def _clear_away(work: Path) -> None:

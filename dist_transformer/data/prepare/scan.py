@@ -176,10 +176,8 @@ class Start:
             groups = (RowGroup(rows, *estimated_tokens(sample, rows, sample.read_rows)) for rows in file.rows)
             shards.append(Shard(file.file, file.bytes, file.fingerprint, tuple(groups)))
         if (most := max(max(file.rows, default=0) for file in files)) > LARGE_GROUP_WINDOWS * data.window_rows:
-            advice = "write row groups of 10,000 rows, or set data.on_the_fly: false"
-            log.warning(
-                "%s: each window reads a row group, of up to %d rows; %s", corpus_name(corpus, data), most, advice
-            )
+            given = corpus_name(corpus, data), most, "write row groups of 10,000 rows, or set data.on_the_fly: false"
+            log.warning("%s: each window reads a row group, of up to %d rows; %s", *given)
         text = TextColumns(files[0].source, files[0].target, tag_prefix(corpus.tags))
         return text_split(tuple(shards), total, {}, data.filters.max_tokens, text)
 

@@ -90,12 +90,11 @@ def read_corpus(
             source = tagged(normalized(pairs.source, data.normalization), prefix)
             target = normalized(pairs.target, data.normalization)
             yield RawBatch(first_row, source, target, frozenset(pairs.bad_encoding), prefix, values)
-            first_row += len(pairs.source)
         else:
             count = readers.skip(batch_rows)
             for chain in columns.values():
                 chain.skip(count)
-            first_row += count
+        first_row += count
     for name, chain in columns.items():
         if chain.has_more():
             raise DataError(f"{name}: more lines than {corpus_name(corpus, data)} has pairs, {first_row}; {ONE_SCORE}")
@@ -188,9 +187,8 @@ def _score_readers(corpus: CorpusConfig, data: DataConfig, name: str) -> Iterato
 
 
 def _taken_scores(table: str, name: str, chain: ReaderChain, first_row: int, count: int) -> NDArray[np.float64]:
-    """Returns the next scores; an empty cell of a table is NaN, an empty line of a file beside text an error."""
     values: list[float] = []
-    texts, empty = chain.take(count).source, "nan" if table else ""
+    texts, empty = chain.take(count).source, "nan" if table else ""  # an empty line of a file is an error
     try:
         values += (float(text or empty) for text in texts)
     except ValueError:

@@ -36,13 +36,12 @@ def _problem(corpus: CorpusConfig, config: Config, rows: int) -> str | None:
 
     # Without the plug-in, whose code is not run here, and rules that load a model or read the held-out corpora.
     filters = config.data.filters_of(corpus).without_rules().model_copy(update={"plugin": None})
-    cleaner, dropped, looked_at = Cleaner(filters, config.data.languages_of(corpus)), Counter[str](), 0
+    cleaner, dropped = Cleaner(filters, config.data.languages_of(corpus)), Counter[str]()
     try:
         for batch in islice(read_corpus(corpus, config.data, rows), MOST_ROWS // rows):
             if rows != ROWS:
                 return None
-            text = cleaner.clean(batch)
-            looked_at += len(batch.source)
+            text, looked_at = cleaner.clean(batch), batch.first_row + len(batch.source)
             dropped += text.counts()
             if config.tokenizer.source_model is None:  # ours have at least one token per word, and the end of sentence
                 words = [max(map(len, map(str.split, pair))) for pair in zip(text.source, text.target, strict=True)]

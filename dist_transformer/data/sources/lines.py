@@ -129,9 +129,8 @@ def encoding_error(file: str, number: int, line: bytes) -> DataError:
 
 def _unpacked(file: str) -> io.BufferedReader:
     content, suffix = open_binary(file), compression_suffix(file)
-    if suffix == ".xz":
-        return io.BufferedReader(_XzStreams(content), READ_BLOCK_BYTES)
-    return io.BufferedReader(pa.input_stream(content, compression=COMPRESSIONS.get(suffix)), READ_BLOCK_BYTES)
+    raw = _XzStreams(content) if suffix == ".xz" else pa.input_stream(content, compression=COMPRESSIONS.get(suffix))
+    return io.BufferedReader(raw, READ_BLOCK_BYTES)
 
 
 class _XzStreams(io.RawIOBase):
@@ -144,9 +143,8 @@ class _XzStreams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        part = b""
+        part = packed = b""
         while not part:
-            packed = b""
             if self._stream.eof:
                 packed = self._stream.unused_data
                 while not (packed := packed.lstrip(b"\0")):  # between streams zeros may stand
@@ -155,7 +153,7 @@ class _XzStreams(io.RawIOBase):
                 self._stream = lzma.LZMADecompressor()
             elif self._stream.needs_input and not (packed := self._content.read(READ_BLOCK_BYTES)):
                 raise EOFError("the compressed data are cut off")
-            part = self._stream.decompress(packed, len(buffer))
+            part, packed = self._stream.decompress(packed, len(buffer)), b""
         buffer[: len(part)] = part
         return len(part)
 
@@ -178,11 +176,8 @@ def _unequal(source: str, source_lines: int, target: str, target_lines: int) -> 
 
 
 def _tsv_positions(file: str, first_line: bytes, columns: tuple[str, str], by_number: bool) -> list[int]:
-    cells = first_line.split(b"\t")
-    if by_number:
-        existing = [str(number) for number in range(len(cells))]
-    else:
-        existing = [cell.decode("utf-8", errors="replace") for cell in cells]
+    cells = enumerate(first_line.split(b"\t"))
+    existing = [str(number) if by_number else cell.decode("utf-8", errors="replace") for number, cell in cells]
     positions = [existing.index(column) for column in columns if column in existing]
     if len(positions) < len(columns):
         raise DataError(
