@@ -124,8 +124,7 @@ class Case:
         return self._cleared(folder, figures)
 
     def _resume(self) -> None:
-        found = checkpoints.newest_complete(self._run_dir, RUN_ID) if self._ranks.is_rank_zero else None
-        checkpoint = self._ranks.broadcast_object(found)
+        checkpoint = self._ranks.from_rank_zero(lambda: checkpoints.newest_complete(self._run_dir, RUN_ID))
         checkpoints.load(checkpoint, self.engine)
 
     def _timed(self, work: Callable[[], Any]) -> float:
@@ -154,8 +153,7 @@ def main() -> None:
         found = common.begin(arguments.threads)
         logging.disable(logging.ERROR)
         ranks = group.join(1800)
-        name = tempfile.mkdtemp(dir=arguments.folder) if ranks.is_rank_zero else None
-        folder = Path(ranks.broadcast_object(name))
+        folder = Path(ranks.from_rank_zero(lambda: tempfile.mkdtemp(dir=arguments.folder)))
         try:
             rounds, parameters = _measure(arguments, ranks, folder)
         finally:

@@ -54,7 +54,7 @@ from dist_transformer.planning.flops import model_flops, published_flops
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.vocabularies import with_vocabularies
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import Objective, forward
+from dist_transformer.training.engine.objective import Objective, inputs_of
 from dist_transformer.training.train_state import dropout_seed, seed_dropout
 
 Forward = Callable[[Callable[..., Any], Sequence[MicroBatch], torch.device], tuple[torch.Tensor, torch.Tensor]]
@@ -268,9 +268,9 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
 
 
 def _forward(case: Case, engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> Forward:
-    """Returns what computes a forward pass: `objective.forward`, or the same of sentences end to end."""
+    """Returns what computes a forward pass, of padded sentences or of sentences end to end."""
     if case.lever not in OF_ROWS:
-        return forward
+        return lambda engine, batches, device: engine(*inputs_of(batches, device))
     model = engine._engine.module.model
     batches = [batch for batches in steps for batch in batches]
     levers = {

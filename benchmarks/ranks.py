@@ -35,7 +35,7 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.processes.launching import rank_environment
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import Objective, forward
+from dist_transformer.training.engine.objective import Objective, inputs_of
 from dist_transformer.training.global_batch import GlobalBatchPrefetcher, RankStatus
 from dist_transformer.training.train_state import dropout_seed
 
@@ -169,7 +169,7 @@ def _steps(engine: Engine, batches: GlobalBatchPrefetcher, ranks: Ranks, numbers
         for slot, micro_batch in enumerate(batch.micro_batches):
             assert micro_batch is not None
             torch.manual_seed(dropout_seed(SEED, number, micro_batch.lane))
-            loss, _ = forward(engine, [micro_batch], ranks.device)
+            loss, _ = engine(*inputs_of([micro_batch], ranks.device))
             engine.backward(loss, batch.target_tokens, is_last=slot == last)
         figures["forward and backward"] += clock.read()[0]
         clock = Stopwatch(with_descendants=False)

@@ -269,6 +269,8 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> Iterator[str]:
         yield "model.shared_embeddings: true needs tokenizer.shared: true; set both or neither"
     if tokenizer.target_model and not tokenizer.source_model:
         yield "tokenizer.target_model: is given without tokenizer.source_model; give both, or source_model alone"
+    if tokenizer.source_model is None and tokenizer.character_coverage < 0.98:
+        yield f"tokenizer.character_coverage: {tokenizer.character_coverage}, but sentencepiece takes 0.98 to 1"
     if tokenizer.source_model and not tokenizer.target_model and not tokenizer.shared:
         yield "tokenizer.source_model: separate vocabularies need both source_model and target_model, or neither"
 

@@ -228,7 +228,7 @@ class TokenizerConfig(Section):
     vocabulary_size: PositiveInt = Field(37_000, description="Pieces per model; rounded up to a multiple of 8 (5.1).")
     shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(
-        1.0, ge=0.98, le=1.0, description="Share of characters that get a piece; sentencepiece takes 0.98 to 1."
+        1.0, gt=0.0, le=1.0, description="Share of characters that get a piece; sentencepiece takes 0.98 to 1."
     )
     source_model: PathStr | None = Field(None, description="An existing .model file to take instead of training one.")
     target_model: PathStr | None = Field(

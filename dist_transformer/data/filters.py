@@ -50,7 +50,9 @@ RATIO_FREE_TOKENS = 10
 """Length of the longer side below which pairs pass the length ratio: `Yes.` may have a long translation."""
 HELD_OUT_NAME = "held_out.npz"
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9A-Fa-f]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
-_TAG = re.compile(r"""</?([A-Za-z][\w:-]*)(?:\s+[\w:-]+ ?= ?(?:"[^"<]*"|'[^'<]*'|[^\s"'<>]+))* ?/?>|<!--.{0,500}?-->""")
+_TAG = re.compile(
+    r"""</?([A-Za-z][\w:-]*)(?:\s+[\w:-]+(?: ?= ?(?:"[^"<]*"|'[^'<]*'|[^\s"'<>]+))?)*\s*/?>|<!--.{0,500}?-->"""
+)
 _INLINE = {"a", "b", "i", "u", "em", "strong", "span", "font", "sub", "sup", "small", "big", "tt", "code", "g", "x"}
 """Tags that stand within words; others separate them."""
 _LONE = _INLINE - {"g", "x"} | {"br", "p", "hr", "h1", "h2", "h3", "h4", "div", "li", "ul", "tr", "td", "img"}
@@ -203,7 +205,9 @@ class Cleaner:
     def _by_text(self, text: KeptText, bare: list[str], batch: RawBatch) -> tuple[KeptText, dict[str, Mask]]:
         """Returns the pairs with their keys, and masks of those that break rules that look at many of them at once."""
         on, sides = self.settings.thresholds(), (Sentences(bare), Sentences(text.target))
-        keyed = sides if self.is_former else [Sentences([*map(comparable, texts)]) for texts in (bare, text.target)]
+        both = (bare, text.target)
+        forms = [each if self.is_former else [*map(comparable, each)] for each in both]
+        keyed = [side if form == each else Sentences(form) for side, form, each in zip(sides, forms, both, strict=True)]
         of_one_side: dict[str, Callable[[Sentences], Mask]] = {
             "letters": lambda side: side.share(LETTER) < on["letters"],
             "digits": lambda side: side.share(DIGIT) > on["digits"],
@@ -248,12 +252,13 @@ def without_markup(text: str, is_former: bool = False) -> str:
 
 
 def _without_tags(text: str, form: re.Pattern[str], lone: set[str]) -> str:
-    """Removes tags; a mere name in angle brackets is one if it is closed or among `lone`, else a word."""
-    known = lone.union(tag[1].lower() for tag in form.finditer(text) if tag[0].startswith("</"))
+    """Removes tags; mere names in angle brackets are one if the first is closed, or alone and among `lone`, else words."""
+    closed = {tag[1].lower() for tag in form.finditer(text) if tag[0].startswith("</")}
 
     def instead(tag: re.Match[str]) -> str:
         name = (tag[1] or "").lower()
-        is_word = form is _TAG and tag[0] == f"<{tag[1]}>" and name not in known
+        is_tag = form is not _TAG or not name or name in closed or "=" in tag[0] or "/" in tag[0]
+        is_word = not is_tag and not (name in lone and tag[0] == f"<{tag[1]}>")
         return tag[0] if is_word else "" if name in _INLINE else " "
 
     return form.sub(instead, text)

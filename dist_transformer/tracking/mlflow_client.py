@@ -24,7 +24,6 @@ from dist_transformer.files import replacing
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.moved_store import follow_moved_artifacts
 from dist_transformer.tracking.outbox import (
-    CannotBeSent,
     DeliveryState,
     NotValid,
     ServerRefused,
@@ -69,7 +68,7 @@ REMEDIES = {
     "CERTIFICATE_VERIFY_FAILED": "set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with the certificate to be trusted",
     r"code 40[13]|40[13] Client Error|UNAUTHENTICATED|PERMISSION_DENIED": "set MLFLOW_TRACKING_USERNAME and "
     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
-    (NO_LOGGED_MODELS := r"logged-models\S* failed with error code 404"): "a server older than MLflow 3 has none",
+    r"logged-models\S* failed with error code 404": "a server older than MLflow 3 has none",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
     "readonly database": "was mlflow.db moved or replaced? A new start, or track sync, opens it again",
 }
@@ -266,8 +265,9 @@ def translated_errors() -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
+        if isinstance(error.__cause__, MlflowException):  # the server's answer, which MLflow takes for a wrong argument
+            error = error.__cause__
         kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
-        kind = CannotBeSent if re.search(NO_LOGGED_MODELS, str(error)) else kind
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.

@@ -237,11 +237,12 @@ class Shipper:
         except ServerRefused as refusal:
             self._end_if_abandoned()
             here = (channel, self._memory.offset(channel))
-            if not isinstance(refusal, CannotBeSent) and self._refused != here:
+            said = f"MLflow refused the event {event['event']!r}, which is skipped: {refusal}"
+            is_known = said in self._left_out  # an older server refuses each checkpoint
+            if not is_known and not isinstance(refusal, CannotBeSent) and self._refused != here:
                 self._refused = here
                 raise
-            said = f"MLflow refused the event {event['event']!r}, which is skipped: {refusal}"
-            if said not in self._left_out:  # an older server refuses each checkpoint
+            if not is_known:
                 logger.warning("%s", said)
             self._left_out.add(said)
 

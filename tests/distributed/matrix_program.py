@@ -230,13 +230,15 @@ def _forward_and_backward(
     """The loss per token of the lanes dealt over the ranks; where they run out, micro-batches that weigh nothing."""
     import torch
 
-    from dist_transformer.training.engine.objective import forward
+    from dist_transformer.training.engine.objective import inputs_of
 
     tokens, total = tokens_of(micro_batches), torch.zeros(1, dtype=torch.float64)
     slots = -(-LANES // ranks.num_ranks)
     mine = micro_batches[ranks.rank :: ranks.num_ranks]
     for first in range(0, slots, at_once):
-        loss, _ = forward(engine, micro_batches_of(mine[first : first + at_once] or [NOTHING]), ranks.device)
+        part = mine[first : first + at_once]
+        part += [NOTHING] * (min(at_once, slots - first) - len(part))
+        loss, _ = engine(*inputs_of(micro_batches_of(part), ranks.device))
         engine.backward(loss * factor, tokens, is_last=first + at_once >= slots)
         total += loss.detach().double().cpu()
     return float(ranks.all_reduce_sum(total)) / tokens

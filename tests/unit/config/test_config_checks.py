@@ -62,6 +62,10 @@ VALIDATED = "data.validation={demo: validation}"
         ),
         (["checkpoints.keep_best=2"], "checkpoints.keep_best: needs data.validation"),
         (
+            ["tokenizer.character_coverage=0.95"],
+            "tokenizer.character_coverage: 0.95, but sentencepiece takes 0.98 to 1",
+        ),
+        (
             [VALIDATED, "checkpoints.keep_best=2", "checkpoints.every_steps=300", "validation.every_steps=200"],
             "checkpoints.keep_best: checkpoints.every_steps 300 is no multiple of validation.every_steps 200: a checkpoint is "
             "judged by the validation at its step; give a validation.every_steps that divides it",

@@ -100,6 +100,8 @@ def test_a_rule_leaves_what_only_looks_like_it(rule, source, target):
             "<john@example.com> <https://example.org/x> <www.a.org/>",
             "<john@example.com> <https://example.org/x> <www.a.org/>",
         ),
+        ("<option value=1 selected>eins</option>", "eins"),
+        ('<td nowrap>cell</td><br  /><a href="x"  >link</a>', "cell link"),
         ("She <laughs> at &lt;table&gt; and &lt;div&gt;", "She <laughs> at <table> and <div>"),
         ("<title>One</title><br><a href='x?a=>1' rel=me>two</a><o:p/>", "One two"),
         ("&lt;b&gt;one&lt;/b&gt;&lt;br&gt;&lt;img src=x&gt;<B>two", "one two"),

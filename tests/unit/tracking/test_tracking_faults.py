@@ -13,6 +13,8 @@ import pytest
 from faulty_proxy import Fault, Proxy
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND, INVALID_PARAMETER_VALUE
 from mlflow_server import Server, wait_until
 from tracking_helpers import (
     assert_complete,
@@ -31,7 +33,8 @@ from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import shipper
-from dist_transformer.tracking.mlflow_client import RUN_UID_TAG
+from dist_transformer.tracking.mlflow_client import RUN_UID_TAG, translated_errors
+from dist_transformer.tracking.outbox import CannotBeSent, ServerRefused, ServerTrouble
 from dist_transformer.tracking.tracker import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("impatience")]
@@ -196,9 +199,24 @@ def test_a_server_without_logged_models_is_one_warning_and_gets_all_else(
     assert_complete(server.uri, run_dir)
     run = MlflowClient(tracking_uri=server.uri).get_run(run_id_of(run_dir))
     assert (run.info.status, run.data.tags["best_checkpoint"]) == ("FINISHED", "step_00000010")
-    (warning,) = warnings(caplog)
-    assert "refused the event 'checkpoint', which is skipped" in warning
+    (warning,) = (each for each in warnings(caplog) if "which is skipped" in each)
+    assert "refused the event 'checkpoint'" in warning
     assert "a server older than MLflow 3 has none" in warning
+
+
+def refusal(error: MlflowException, cause: MlflowException | None = None) -> ServerTrouble:
+    with pytest.raises(ServerTrouble) as found, translated_errors():
+        raise error from cause
+    return found.value
+
+
+def test_what_a_proxy_answers_for_a_while_is_no_final_refusal_of_a_checkpoint() -> None:
+    """Without a route to its server it answers 404; MLflow takes any error before it sets a tag for a wrong argument."""
+    missing = "API request to endpoint /api/2.0/mlflow/logged-models failed with error code 404 != 200"
+    assert not isinstance(refusal(MlflowException(missing, ENDPOINT_NOT_FOUND)), CannotBeSent)
+    wrapped = MlflowException("Failed to get logged model with ID m-1", INVALID_PARAMETER_VALUE)
+    assert isinstance(refusal(wrapped), ServerRefused)
+    assert not isinstance(refusal(wrapped, MlflowException("too many 500 error responses")), ServerRefused)
 
 
 @pytest.mark.parametrize("status", [401, 403])
