@@ -29,13 +29,16 @@ def rerank_command(
             raise UserError(
                 f"line {number}: expected {form} in {n_best}, got {line!r}; a number in {scores}, got {score!r}"
             )
-        if found[1] not in (str(len(best) - 1), str(len(best))):
+        candidate = float(found[3]), found[2]
+        if found[1] == str(len(best)):
+            best.append(candidate)
+        elif found[1] == str(len(best) - 1):
+            best[-1] = max(best[-1], candidate, key=lambda each: each[0])
+        else:
             raise UserError(
                 f"{n_best}, line {number}: expected {len(best)} as the next number, got {found[1]}: translate "
                 "numbers the lines of one input from 0, without gaps; rerank each list by itself"
             )
-        former = best[int(found[1]) :]
-        best[int(found[1]) :] = [max([*former, (float(found[3]), found[2])], key=lambda each: each[0])]
     write_utf8()
     for _, text in best:
         print(text)

@@ -24,7 +24,7 @@ def pipeline_in(folder: Path, *overrides: str) -> Pipeline:
 
 
 def make(pipeline: Pipeline, name: str, state: State, *, is_whole: bool = True) -> None:
-    """What a verb leaves behind."""
+    """Writes the files that a verb leaves behind."""
     begin(pipeline, name, state)
     folder = pipeline.folder(name)
     for made in KINDS[pipeline.nodes[name].kind].made if is_whole else ():

@@ -1,5 +1,6 @@
 """A small aligned corpus with known faults, its configuration, and what must come out of preparing it."""
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.prepare.preparation import load_tokenizer
+from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.files import file_sha256
 
@@ -16,6 +17,7 @@ SMALL = {"BATCH_ROWS": 50, "CHUNK_ROWS": 150, "SHARD_ROWS": 180}
 """Sizes in `prepare` that make several batches, chunks and shards of a corpus of 500 rows."""
 PAIRS = list(islice(demo_pairs("test"), 600))
 NUM_TRAIN = 500
+TEXT = {"source": "train.en", "target": "train.de"}
 
 
 def write_text(folder: Path, train: list[tuple[str, str]] | None = None) -> None:
@@ -33,7 +35,7 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
         "run": {"root": str(folder / "runs"), "seed": 3},
         "data": {
             "root": str(folder),
-            "train": {"source": "train.en", "target": "train.de"},
+            "train": TEXT,
             "validation": {"source": "validation.en", "target": "validation.de"},
             "row_group_rows": 32,
         },
@@ -67,3 +69,23 @@ def check_shards(folder: Path, manifest: Manifest) -> None:
     verify_shards(folder, manifest)
     for shard in (shard for split in manifest.splits.values() for shard in split.shards if not shard.is_in_place):
         assert file_sha256(folder / shard.file) == shard.sha256, shard.file
+
+
+def config_in(folder: Path, pairs: list[tuple[str, str]], rules: dict[str, Any], **data: Any) -> Config:
+    write_text(folder, pairs)
+    given = config_of(folder).data.model_dump()
+    return config_of(folder, data={**given, "filters": {"rules": {"held_out": False, **rules}}, **data})
+
+
+def write_tsv(path: Path, pairs: list[tuple[str, str]]) -> None:
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+
+
+def rows_in(config: Config, split: str = "train") -> list[int]:
+    manifest = prepare(config)
+    return sorted(row for row, _, _ in read_split(prepared_folder(config), manifest, split))
+
+
+def report_of(config: Config) -> dict[str, Any]:
+    prepare(config)
+    return json.loads((prepared_folder(config) / "report.json").read_text(encoding="utf-8"))["corpora"]

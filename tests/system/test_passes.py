@@ -34,7 +34,7 @@ def test_joined_lanes_train_on_the_same_batches_to_the_same_losses(train_small, 
 
 @pytest.mark.parametrize("lanes", [3, 4])
 def test_ranks_of_zero_3_with_different_numbers_of_lanes_in_a_pass_meet_in_the_same_collectives(train_small, lanes):
-    """Of 3 lanes, one rank has 2; of 4, some have no rows left at the end of an epoch."""
+    """One rank has 2 of 3 lanes; some of 4 lanes have no rows left at the end of an epoch."""
     settings = (NO_DROPOUT, f"data.lanes={lanes}", "training.max_steps=24", "training.hang_seconds=60")
     joined = train_small(f"zero-3-{lanes}", *settings, "training.zero_stage=3", "training.lanes_per_pass=2", ranks=2)
     assert_same_training(joined, train_small(f"zero-1-{lanes}", *settings), 1e-4)

@@ -268,7 +268,7 @@ def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(
     small = with_constants(
         {"decoding.sharded_files.SMALLEST_CHUNK_LINES": 9}
     )  # 100 parts: a stop comes before the last
-    first = command.start(*arguments, "--max-tokens", 200, "--ranks", 2, **small)
+    first = command.start(*arguments, "--max-tokens", 40, "--ranks", 2, **small)  # slow: a sentence or two a batch
     parts = tmp_path / "out.parts"
     while not list(parts.glob("*.txt")):
         assert first.poll() is None, first.communicate()

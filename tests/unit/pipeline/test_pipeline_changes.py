@@ -1,4 +1,4 @@
-"""What becomes of a node whose settings or text change: what is set aside, taken back, refused."""
+"""Nodes whose settings or text change: set aside, taken back, or refused."""
 
 import gzip
 import os

@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -137,16 +136,12 @@ def test_a_silent_server_stops_neither_training_nor_its_end(
     tracker = tracker_of(run_dir, uri, close_seconds=1)
     log = MetricsLog(run_dir.metrics)
     tracker.start({"tracking.uri": uri}, {"uri": uri}, f"tracking:\n  uri: {uri}\n")
-    seconds = []
     for step in range(1, 201):
-        began = time.perf_counter()
         log.append("train", step, {"loss": 1.0})
         save_checkpoint(tracker, run_dir.path, step)
-        seconds.append(time.perf_counter() - began)
-    assert max(seconds) < 300, "none waits for an answer; what a call costs, benchmarks/tracking.py measures"
-    began = time.perf_counter()
     tracker.close("FAILED")
-    assert time.perf_counter() - began < 300, "no answer comes for 600 seconds"
+    waiting = [each for each in threading.enumerate() if each.name == f"tracking {run_dir.path.absolute()}"]
+    assert waiting, "no step and no end waited for the first answer, which has not come"
     assert "track sync" in caplog.text
     written = [caplog.text, *(path.read_text() for path in run_dir.path.rglob("*") if path.is_file())]
     assert all("secret" not in text for text in written)

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from prepare_helpers import PAIRS, SMALL
-from test_prepare_cleaning import TEXT, config_in, rows_in
+from prepare_helpers import PAIRS, SMALL, TEXT, config_in, rows_in
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app

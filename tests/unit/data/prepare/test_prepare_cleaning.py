@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +10,32 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read_split, write_text
+from prepare_helpers import (
+    NUM_TRAIN,
+    PAIRS,
+    SMALL,
+    TEXT,
+    config_in,
+    config_of,
+    mixture_of,
+    report_of,
+    rows_in,
+    write_text,
+    write_tsv,
+)
 
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.schema import Config
-from dist_transformer.data.filters import HeldOut, KeptText
+from dist_transformer.data.filters import KeptText
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
-from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
 from dist_transformer.data.prepare import chunks, clean, duplicates
-from dist_transformer.data.prepare.claims import WORK_FOLDER, Work
+from dist_transformer.data.prepare.claims import Work
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
-from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
-from dist_transformer.data.prepare.state import PrepareState
-from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, FORMER_RULES, make_recipe, recipe_of_format
-from dist_transformer.data.sentences import Sentences
+from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.recipe import make_recipe
 from dist_transformer.errors import DataError
 
-TEXT = {"source": "train.en", "target": "train.de"}
 Pair = tuple[str, str]
 
 
@@ -39,26 +45,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(chunks, name, rows)
         if name in ("BATCH_ROWS", "CHUNK_ROWS"):
             monkeypatch.setattr(clean, name, rows)
-
-
-def config_in(folder: Path, pairs: list[Pair], rules: dict[str, Any], **data: Any) -> Config:
-    write_text(folder, pairs)
-    given = config_of(folder).data.model_dump()
-    return config_of(folder, data={**given, "filters": {"rules": {"held_out": False, **rules}}, **data})
-
-
-def write_tsv(path: Path, pairs: list[Pair]) -> None:
-    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
-
-
-def rows_in(config: Config, split: str = "train") -> list[int]:
-    manifest = prepare(config)
-    return sorted(row for row, _, _ in read_split(prepared_folder(config), manifest, split))
-
-
-def report_of(config: Config) -> dict[str, Any]:
-    prepare(config)
-    return json.loads((prepared_folder(config) / "report.json").read_text(encoding="utf-8"))["corpora"]
 
 
 def test_the_first_of_equal_pairs_stays_in_the_order_of_the_corpora(tmp_path: Path):
@@ -227,20 +213,6 @@ def test_held_out_sentences_with_markup_are_removed_before_and_after_their_repai
         assert len(rows_in(config)) == rows
 
 
-def test_what_was_prepared_or_begun_by_a_version_that_compared_each_side_with_its_own_stays_as_it_is(tmp_path: Path):
-    write_text(tmp_path, [*PAIRS[:50], PAIRS[310], PAIRS[311][::-1]])
-    write_tsv(tmp_path / "test.tsv", PAIRS[305:315])
-    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "test": {"path": "test.tsv"}})
-    folder = prepared_folder(config)
-    folder.mkdir(parents=True)
-    sides = (np.unique(Sentences([pair[side] for pair in PAIRS[305:315]]).keys) for side in (0, 1))
-    (folder / LOCK_NAME).touch()
-    HeldOut(*sides).save(folder)
-    assert rows_in(config) == [*range(50), 51]
-    shutil.rmtree(folder)
-    assert rows_in(config) == [*range(50)]
-
-
 def test_a_test_set_that_cannot_be_read_stops_the_preparation_unless_it_may_be_in_training(tmp_path: Path):
     write_text(tmp_path)
     (tmp_path / "test.tsv").write_text("only one column\n")
@@ -261,83 +233,6 @@ def test_thresholds_are_those_of_the_corpus(tmp_path: Path):
     report = report_of(config_in(tmp_path, PAIRS[:9], {"numbers": True}, **mixture_of(**corpora)))
     assert [report[name]["dropped"].get("numbers") for name in "abc"] == [1, 2, None]
     assert report["c"]["dropped"]["length_ratio"] > 25 > report["a"]["dropped"]["length_ratio"] == 0
-
-
-# ------------------------------------------------------------------------------------------------------------ scores
-
-
-def score_lines(count: int) -> str:
-    return "".join(f"{number / 100:g}\n" for number in range(count))
-
-
-def write_table(folder: Path, kind: str, missing: tuple[int, ...] = ()) -> str:
-    """A table of 100 pairs with scores 0, 0.01 ... 0.99, some of them missing; returns the name of the column."""
-    rows: list[dict[str, Any]] = [{"en": en, "de": de} for en, de in PAIRS[:100]]
-    for number, row in enumerate(rows):
-        row["laser"] = None if number in missing else number / 100
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), folder / "t.parquet", row_group_size=30)
-    elif kind == "jsonl":
-        (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    else:
-        mark = "\t" if kind == "tsv" else ","
-        cells = (["" if cell is None else str(cell).replace(",", "") for cell in row.values()] for row in rows)
-        head = "" if kind == "tsv" else "en,de,laser\n"
-        (folder / f"t.{kind}").write_text(head + "".join(f"{mark.join(row)}\n" for row in cells), encoding="utf-8")
-    return "2" if kind == "tsv" else "laser"
-
-
-@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
-def test_scores_are_a_column_of_any_table(tmp_path: Path, kind: str):
-    column = write_table(tmp_path, kind)
-    train = {"path": f"t.{kind}", "filters": {"scores": {column: 0.25}}}
-    assert rows_in(config_in(tmp_path, PAIRS[:9], {}, train=train)) == [*range(25, 100)]
-
-
-@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
-def test_a_missing_score_of_a_table_counts_as_below_the_threshold(tmp_path: Path, kind: str):
-    column = write_table(tmp_path, kind, missing=(30, 40))
-    config = config_in(tmp_path, PAIRS[:9], {}, train={"path": f"t.{kind}", "filters": {"scores": {column: 0.25}}})
-    assert rows_in(config) == [row for row in range(25, 100) if row not in (30, 40)]
-    assert report_of(config)["train"]["dropped"]["scores"] == 27
-
-
-def test_a_score_that_is_a_word_is_named_with_its_table(tmp_path: Path):
-    write_table(tmp_path, "csv")
-    path = tmp_path / "t.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace(",0.02\n", ",good\n"), encoding="utf-8")
-    config = config_in(tmp_path, PAIRS[:9], {}, train={"path": "t.csv", "filters": {"scores": {"laser": 0.25}}})
-    with pytest.raises(DataError, match=r"t\.csv: column laser: score 3 is 'good'; expected a number a line"):
-        prepare(config)
-
-
-def test_scores_are_a_file_beside_text_files_and_part_of_the_recipe(tmp_path: Path):
-    (tmp_path / "bicleaner.txt").write_text(score_lines(100))
-    config = config_in(tmp_path, PAIRS[:100], {}, train={**TEXT, "filters": {"scores": {"bicleaner.txt": 0.9}}})
-    assert rows_in(config) == [*range(90, 100)]
-    before = prepared_folder(config)
-    (tmp_path / "bicleaner.txt").write_text(score_lines(100).replace("0.95", "0.05"))
-    assert prepared_folder(config) != before
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            score_lines(99),
-            r"bicleaner\.txt: ends after 99 scores, but there are more pairs; expected a number a line",
-        ),
-        (score_lines(101), r"bicleaner\.txt: more lines than .*train\.de has pairs, 100"),
-        (score_lines(100).replace("0.07", "good"), r"bicleaner\.txt: score 8 is 'good'; expected a number a line"),
-        (score_lines(100).replace("0.07", ""), r"bicleaner\.txt: score 8 is ''; expected a number a line"),
-    ],
-    ids=["too few", "too many", "a word", "an empty line"],
-)
-def test_scores_that_do_not_fit_are_refused(tmp_path: Path, text: str, message: str):
-    (tmp_path / "bicleaner.txt").write_text(text)
-    config = config_in(tmp_path, PAIRS[:100], {}, train={**TEXT, "filters": {"scores": {"bicleaner.txt": 0.5}}})
-    with pytest.raises(DataError, match=message):
-        prepare(config)
 
 
 # --------------------------------------------------------------------------------------------------- on the fly
@@ -397,84 +292,6 @@ def test_rules_about_all_pairs_are_refused_for_parquet_in_place(tmp_path: Path, 
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
     config = config_in(tmp_path, PAIRS[:9], rules, train={"path": "web.parquet"}, on_the_fly=True)
     with pytest.raises(DataError, match=f"web.parquet: is read in place .* {next(iter(rules))} cannot be applied: set"):
-        prepare(config)
-
-
-# --------------------------------------------------------------------------------------- folders of the version before
-
-
-def as_before(config: Config) -> Manifest:
-    """Prepares without rules, and makes the folder look as the version before left it, in its place."""
-    off = config.data.filters.model_copy(update={"rules": {"held_out": False}})
-    config = config.model_copy(update={"data": config.data.model_copy(update={"filters": off})})
-    manifest = in_format(FORMAT_BEFORE_RULES, config)
-    assert not {"rules", "scores"} & manifest.recipe["filters"].keys()
-    return manifest
-
-
-def in_format(version: int, config: Config) -> Manifest:
-    """Prepares, and makes the folder look as a version of this format left it, in its place."""
-    manifest, folder = prepare(config), prepared_folder(config)
-    recipe = recipe_of_format(version, make_recipe(config), config)
-    assert recipe["format"] == version
-    digest = content_digest(recipe, manifest.tokenizer, manifest.splits, manifest.training)
-    value = json.loads((folder / MANIFEST_NAME).read_text()) | {"recipe": recipe, "digest": digest}
-    (folder / MANIFEST_NAME).write_text(json.dumps(value))
-    target = folder if config.data.prepared else folder.with_name(json_digest(recipe)[:16])
-    return Manifest.load(folder.rename(target))
-
-
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_folder_of_the_version_before_is_taken_as_it_is(tmp_path: Path, is_named: bool):
-    write_text(tmp_path, [*PAIRS[:100], PAIRS[550]])
-    data = {**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine") if is_named else None}
-    config = config_of(tmp_path, data=data)
-    manifest = as_before(config)
-    assert prepare(config) == manifest
-    assert manifest.splits["train"].rows == 101
-    asked = config_of(tmp_path, data={**data, "filters": {"rules": {"letters": 0.1}}})
-    if is_named:
-        with pytest.raises(
-            DataError, match=r"prepared with other settings(.|\n)*filters\.rules\.letters: None in the folder"
-        ):
-            prepare(asked)
-    else:
-        assert prepare(asked).splits["train"].rows == 100
-
-
-def test_reading_in_place_goes_on_with_the_keys_tags_and_numbers_of_the_format_that_the_folder_has(tmp_path: Path):
-    odd = [
-        ("Cafe\u0301 Anna", "Cafe\u0301 Anna"),
-        ("He wrote 1\u2009000 letters", "Er schrieb 1000 Briefe"),
-        ("She wrote that <laughs> it is fine", "Sie schrieb, dass es <lacht> gut ist"),
-    ]
-    rows = [{"en": source, "de": target} for source, target in [*PAIRS[:50], *odd]]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
-    write_tsv(tmp_path / "test.tsv", [("Caf\u00e9 Anna", "Caf\u00e9 Anna")])
-    data = {"train": {"path": "web.parquet"}, "test": {"path": "test.tsv"}, "on_the_fly": True}
-    config = config_in(tmp_path, PAIRS[:9], {"held_out": True, "markup": 0.9, "numbers": True}, **data)
-
-    def read(manifest: Manifest) -> dict[int, int]:
-        """Returns the rows with their source lengths."""
-        reader = RowReader(prepared_folder(config), manifest, config.data, 0.0, 1)
-        parts = [*reader.read_first_pass(0)]
-        return {row: size for part in parts for row, size in zip(part.row_ids, part.source.lengths, strict=True)}
-
-    new = read(prepare(config))
-    manifest = in_format(FORMER_RULES, config)
-    assert prepare(config) == manifest
-    former = read(manifest)
-    assert [sorted(row for row in rows if row >= 50) for rows in (new, former)] == [[51, 52], [50, 52]]
-    assert [row for row in new if row in former and new[row] != former[row]] == [52]
-
-
-def test_a_preparation_that_the_version_before_began_is_refused_where_it_is_named(tmp_path: Path):
-    write_text(tmp_path, PAIRS[:50])
-    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine")})
-    work = tmp_path / "mine" / WORK_FOLDER
-    work.mkdir(parents=True)
-    PrepareState(recipe_of_format(FORMER_RULES, make_recipe(config), config)).save(work)
-    with pytest.raises(DataError, match=rf"^{re.escape(str(work.parent))}: .*\n  format: 3 in the folder, 4 now\nPut"):
         prepare(config)
 
 

@@ -1,0 +1,119 @@
+"""Prepared corpora of former formats: used, or continued, as they are; what they cannot do is prepared anew or refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepare_helpers import (
+    PAIRS,
+    config_in,
+    config_of,
+    rows_in,
+    write_text,
+    write_tsv,
+)
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.filters import HeldOut
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
+from dist_transformer.data.prepare.claims import WORK_FOLDER
+from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
+from dist_transformer.data.prepare.state import PrepareState
+from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, FORMER_RULES, make_recipe, recipe_of_format
+from dist_transformer.data.sentences import Sentences
+from dist_transformer.errors import DataError
+
+
+def as_before(config: Config) -> Manifest:
+    """Prepares without rules, and makes the folder look as the version before left it, in its place."""
+    off = config.data.filters.model_copy(update={"rules": {"held_out": False}})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"filters": off})})
+    manifest = in_format(FORMAT_BEFORE_RULES, config)
+    assert not {"rules", "scores"} & manifest.recipe["filters"].keys()
+    return manifest
+
+
+def in_format(version: int, config: Config) -> Manifest:
+    """Prepares, and makes the folder look as a version of this format left it, in its place."""
+    manifest, folder = prepare(config), prepared_folder(config)
+    recipe = recipe_of_format(version, make_recipe(config), config)
+    assert recipe["format"] == version
+    digest = content_digest(recipe, manifest.tokenizer, manifest.splits, manifest.training)
+    value = json.loads((folder / MANIFEST_NAME).read_text()) | {"recipe": recipe, "digest": digest}
+    (folder / MANIFEST_NAME).write_text(json.dumps(value))
+    target = folder if config.data.prepared else folder.with_name(json_digest(recipe)[:16])
+    return Manifest.load(folder.rename(target))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_folder_of_the_version_before_is_taken_as_it_is(tmp_path: Path, is_named: bool):
+    write_text(tmp_path, [*PAIRS[:100], PAIRS[550]])
+    data = {**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine") if is_named else None}
+    config = config_of(tmp_path, data=data)
+    manifest = as_before(config)
+    assert prepare(config) == manifest
+    assert manifest.splits["train"].rows == 101
+    asked = config_of(tmp_path, data={**data, "filters": {"rules": {"letters": 0.1}}})
+    if is_named:
+        with pytest.raises(
+            DataError, match=r"prepared with other settings(.|\n)*filters\.rules\.letters: None in the folder"
+        ):
+            prepare(asked)
+    else:
+        assert prepare(asked).splits["train"].rows == 100
+
+
+def test_reading_in_place_goes_on_with_the_keys_tags_and_numbers_of_the_format_that_the_folder_has(tmp_path: Path):
+    odd = [
+        ("Cafe\u0301 Anna", "Cafe\u0301 Anna"),
+        ("He wrote 1\u2009000 letters", "Er schrieb 1000 Briefe"),
+        ("She wrote that <laughs> it is fine", "Sie schrieb, dass es <lacht> gut ist"),
+    ]
+    rows = [{"en": source, "de": target} for source, target in [*PAIRS[:50], *odd]]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
+    write_tsv(tmp_path / "test.tsv", [("Caf\u00e9 Anna", "Caf\u00e9 Anna")])
+    data = {"train": {"path": "web.parquet"}, "test": {"path": "test.tsv"}, "on_the_fly": True}
+    config = config_in(tmp_path, PAIRS[:9], {"held_out": True, "markup": 0.9, "numbers": True}, **data)
+
+    def read(manifest: Manifest) -> dict[int, int]:
+        """Returns the rows with their source lengths."""
+        reader = RowReader(prepared_folder(config), manifest, config.data, 0.0, 1)
+        parts = [*reader.read_first_pass(0)]
+        return {row: size for part in parts for row, size in zip(part.row_ids, part.source.lengths, strict=True)}
+
+    new = read(prepare(config))
+    manifest = in_format(FORMER_RULES, config)
+    assert prepare(config) == manifest
+    former = read(manifest)
+    assert [sorted(row for row in rows if row >= 50) for rows in (new, former)] == [[51, 52], [50, 52]]
+    assert [row for row in new if row in former and new[row] != former[row]] == [52]
+
+
+def test_a_preparation_that_the_version_before_began_is_refused_where_it_is_named(tmp_path: Path):
+    write_text(tmp_path, PAIRS[:50])
+    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine")})
+    work = tmp_path / "mine" / WORK_FOLDER
+    work.mkdir(parents=True)
+    PrepareState(recipe_of_format(FORMER_RULES, make_recipe(config), config)).save(work)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(work.parent))}: .*\n  format: 3 in the folder, 4 now\nPut"):
+        prepare(config)
+
+
+def test_what_was_prepared_or_begun_by_a_version_that_compared_each_side_with_its_own_stays_as_it_is(tmp_path: Path):
+    write_text(tmp_path, [*PAIRS[:50], PAIRS[310], PAIRS[311][::-1]])
+    write_tsv(tmp_path / "test.tsv", PAIRS[305:315])
+    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "test": {"path": "test.tsv"}})
+    folder = prepared_folder(config)
+    folder.mkdir(parents=True)
+    sides = (np.unique(Sentences([pair[side] for pair in PAIRS[305:315]]).keys) for side in (0, 1))
+    (folder / LOCK_NAME).touch()
+    HeldOut(*sides).save(folder)
+    assert rows_in(config) == [*range(50), 51]
+    shutil.rmtree(folder)
+    assert rows_in(config) == [*range(50)]
