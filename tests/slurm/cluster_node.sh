@@ -55,9 +55,10 @@ kill_node() {
   local pid start i
   is_alive "$file" || return 0
   read -r pid start < "$file"
-  # All stop before the first one ends, which another could notice and record. Children first, a few times: job steps detach
-  # themselves while their parent goes.
-  for i in STOP STOP STOP KILL KILL KILL; do kill "-$i" $(descendants "$pid") 2>/dev/null || :; done
+  # All stop before the first one ends, which another could notice and record; a few times: job steps detach themselves.
+  # Children end first: an srun that is stopped when its parent ends is continued by Linux, and would end its step.
+  for i in 1 2 3; do kill -STOP $(descendants "$pid") 2>/dev/null || :; done
+  for i in 1 2 3; do kill -KILL $(descendants "$pid" | tac) 2>/dev/null || :; done
   kill -KILL "$pid" 2>/dev/null || :
   wait_for 5 has_ended "$file"
   [ "$MODE" != netns ] || ip link del "$TAG-$node" 2>/dev/null || :
