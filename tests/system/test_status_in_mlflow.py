@@ -14,6 +14,7 @@ from running import Command, wait_for_step
 from dist_transformer import evaluate
 from dist_transformer.config.loading import load_config
 from dist_transformer.files import read_json
+from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.run.status import SILENT_SECONDS
@@ -56,7 +57,8 @@ def test_who_asks_for_the_status_of_a_killed_run_mends_it_in_mlflow(command: Com
 
 
 def test_when_it_goes_on_it_is_the_same_run_and_ends_as_it_says(command: Command, killed: RunDir) -> None:
-    run_id, step = read_json(killed.tracking)["run_id"], read_json(killed.state)["step"]
+    run_id = read_json(killed.tracking)["run_id"]
+    step = int(str(newest_checkpoint(killed)).removeprefix("step_"))  # run.json may not know it yet
     command(*RUN, f"training.max_steps={step + 10}")
     assert read_json(killed.tracking)["run_id"] == run_id
     assert status_on_server(killed) == "FINISHED"
