@@ -151,6 +151,11 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_text(encoding="utf-8"))
 
 
+def read_json_patiently(path: Path) -> Any:
+    """Reads a JSON file as `patiently`, whose errors it raises, and those of `read_json`."""
+    return patiently(path, lambda: read_json(path))
+
+
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:

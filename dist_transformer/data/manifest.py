@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
-from dist_transformer.files import patiently, read_json, write_text
+from dist_transformer.files import read_json_patiently, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -147,7 +147,7 @@ class Manifest:
         """
         path = folder / MANIFEST_NAME
         try:
-            value = patiently(path, lambda: read_json(path))
+            value = read_json_patiently(path)
         except FileNotFoundError:
             raise DataError(
                 f"{folder}: no complete prepared corpus here ({MANIFEST_NAME} is missing). Run `prepare` first."

@@ -17,7 +17,7 @@ from typing import Any
 
 from dist_transformer.config.schema import DivergenceConfig
 from dist_transformer.errors import UserError
-from dist_transformer.files import patiently, read_json, write_json
+from dist_transformer.files import read_json_patiently, write_json
 from dist_transformer.run.folder import RunDir
 
 log = logging.getLogger(__name__)
@@ -95,13 +95,7 @@ class LossMonitor:
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the monitor, for a checkpoint."""
-        return {
-            "count": self._count,
-            "average": self._average,
-            "variance": self._variance,
-            "out_of_bounds": self._out_of_bounds,
-            "since_step": self._since_step,
-        }
+        return {name.removeprefix("_"): value for name, value in vars(self).items()}
 
     def _bound(self) -> float:
         return self._average + DEVIATIONS * self._deviation()
@@ -245,7 +239,7 @@ def _advice(before: Recovery) -> str:
 
 def _read_events(run_dir: RunDir) -> list[Event]:
     try:
-        values = patiently(run_dir.divergence, lambda: read_json(run_dir.divergence))
+        values = read_json_patiently(run_dir.divergence)
         if not isinstance(values, list):
             raise TypeError(f"expected a list, got {type(values).__name__}")
         return [_event(value) for value in values]

@@ -42,11 +42,8 @@ def initialise(run: Run, model: Transformer) -> dict[str, str]:
     Raises:
         UserError: the same on every rank: there is no such model, or it does not fit.
     """
-    config, tokenizer, doing = (
-        run.config,
-        run.manifest.tokenizer,
-        run.doing("reading the weights of training.init_from"),
-    )
+    config, tokenizer = run.config, run.manifest.tokenizer
+    doing = run.doing("reading the weights of training.init_from")
     doing()
     found = run_on_rank_zero(run.ranks, lambda: _found(Path(str(config.training.init_from))), doing)
     tokenizers = (tokenizer.source_sha256, tokenizer.target_sha256)

@@ -19,7 +19,7 @@ from dist_transformer.config.metrics import is_better
 from dist_transformer.config.schema import Config
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import MachineError
-from dist_transformer.files import flush_to_disk, is_file, patiently, read_json, write_json, write_text
+from dist_transformer.files import flush_to_disk, is_file, read_json, read_json_patiently, write_json, write_text
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
@@ -225,7 +225,7 @@ def _noted(run_dir: RunDir) -> dict[str, Any]:
     if not is_file(run_dir.state):
         return {}
     try:
-        noted = patiently(run_dir.state, lambda: read_json(run_dir.state))
+        noted = read_json_patiently(run_dir.state)
     except ValueError as error:
         log.warning("%s: is damaged (%s), and written anew", run_dir.state, error)
         return {}

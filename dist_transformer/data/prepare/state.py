@@ -13,7 +13,7 @@ from dist_transformer.data.filters import LENGTH_RULES
 from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.errors import DataError
-from dist_transformer.files import patiently, read_json, write_json
+from dist_transformer.files import read_json_patiently, write_json
 
 STATE_NAME = "state.json"
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 200
@@ -109,7 +109,7 @@ class PrepareState:
         if not path.exists():
             return None
         try:
-            return STATE.validate_python(patiently(path, lambda: read_json(path)))
+            return STATE.validate_python(read_json_patiently(path))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path}: cannot be read ({reason_of(error)}). Delete {work.parent} and prepare again."

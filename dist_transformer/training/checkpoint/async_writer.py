@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import flush_to_disk, write_json, write_text
+from dist_transformer.files import flush_to_disk, read_json_patiently, write_json, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.checkpoints import file_entry
@@ -295,7 +295,7 @@ class _Writer(threading.Thread):
 def _is_there(final: Path, state: Mapping[str, Any]) -> bool:
     """True if an earlier start of this run wrote this checkpoint; that start or this one's load has verified it."""
     with suppress(OSError, MachineError, ValueError, KeyError, TypeError):
-        manifest = checkpoints.read_file(final / MANIFEST)
+        manifest = read_json_patiently(final / MANIFEST)
         return bool((manifest["step"], manifest.get("run_id")) == (state["step"], state.get("run_id")))
     return False
 

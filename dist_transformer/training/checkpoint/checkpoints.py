@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import file_sha256, is_file, patiently, read_json, refresh
+from dist_transformer.files import file_sha256, is_file, patiently, read_json_patiently, refresh
 from dist_transformer.interop.model_folder import WEIGHTS
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
@@ -123,7 +123,7 @@ def newest_run_id(run_dir: RunDir) -> str | None:
     """Returns the run id of the newest checkpoint with a readable state; None if there is none."""
     for path in reversed(saved(run_dir)):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            return str(read_file(path / STATE)["run_id"])
+            return str(read_json_patiently(path / STATE)["run_id"])
     return None
 
 
@@ -167,12 +167,12 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     if not is_file(path / MANIFEST):
         return f"{MANIFEST} is missing, or no file that can be read"
     try:
-        manifest = read_file(path / MANIFEST)
+        manifest = read_json_patiently(path / MANIFEST)
         files, step, run = manifest["files"], manifest["step"], manifest.get("run_id")
         problem = _wrong_names(path, set(files)) or _wrong_bytes(path, files)
         if problem:
             return problem
-        state = read_file(path / STATE)
+        state = read_json_patiently(path / STATE)
         # The state has a checksum; the manifest has none, only values that are also in the state.
         if (manifest["version"], step, run) != (state["version"], state["step"], state.get("run_id")):
             return f"{MANIFEST} and {STATE} differ in version, step or run"
@@ -251,11 +251,6 @@ def _entries(run_dir: RunDir, pattern: str) -> list[Path]:
         return [path for path in patiently(folder, lambda: [*folder.iterdir()]) if re.fullmatch(pattern, path.name)]
     except OSError:
         return []  # no checkpoint yet
-
-
-def read_file(path: Path) -> Any:
-    """Reads one JSON file of a checkpoint; retries while the disk does not answer."""
-    return patiently(path, lambda: read_json(path))
 
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_transformer.config.metrics import is_lower_better, measured_with
 from dist_transformer.config.schema import CheckpointConfig
-from dist_transformer.files import patiently, read_json
+from dist_transformer.files import read_json_patiently
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import delete, saved, step_of
 from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
@@ -73,7 +73,7 @@ def _is_due(path: Path, key: str, otherwise: int) -> bool:
 @cache  # what is saved does not change
 def _settings(path: Path) -> Any:
     """Returns the `checkpoints` settings of the start that saved a checkpoint."""
-    return patiently(path / STATE, lambda: read_json(path / STATE))["settings"]["checkpoints"]
+    return read_json_patiently(path / STATE)["settings"]["checkpoints"]
 
 
 def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> dict[Path, float]:

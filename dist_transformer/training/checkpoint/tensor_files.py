@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dist_transformer.data.manifest import Count
 from dist_transformer.errors import CheckpointError
-from dist_transformer.files import patiently, read_json, share_as_folder, write_json
+from dist_transformer.files import patiently, read_json, read_json_patiently, share_as_folder, write_json
 from dist_transformer.training.engine.bit_sums import bit_sum
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -100,7 +100,7 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointError: it is of another format, or was edited.
         OSError, ValueError: it cannot be read, or is no JSON.
     """
-    state = patiently(path / STATE, lambda: read_json(path / STATE))
+    state = read_json_patiently(path / STATE)
     if isinstance(state, dict):
         check_version(path, state)
     try:
@@ -158,7 +158,7 @@ class StateFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            state = patiently(path / STATE, lambda: read_json(path / STATE))
+            state = read_json_patiently(path / STATE)
             check_version(path, state)
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in state["shapes"].items()}
             files = [path / file_name(rank) for rank in range(state["state_files"])]
