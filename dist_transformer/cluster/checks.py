@@ -200,8 +200,8 @@ def name_problems(run_dir: RunDir) -> Iterator[str]:
 
 def _folder_problems(run_dir: RunDir, checkpoints_bytes: int) -> Iterator[str]:
     folder = run_dir.path
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    existing, is_writable = _existing(folder)
+    if not is_writable:
         yield f"run folder {folder}: cannot be written ({existing} is no writable folder); change run.root"
         return
     free_bytes = shutil.disk_usage(existing).free
@@ -211,6 +211,12 @@ def _folder_problems(run_dir: RunDir, checkpoints_bytes: int) -> Iterator[str]:
             f"run folder {folder}: {free_bytes / 1e9:.1f} GB free, but its checkpoints will take {needed_bytes / 1e9:.1f} "
             "GB more; free some, change run.root, or keep fewer (checkpoints.keep_last, keep_best, keep_every_steps)"
         )
+
+
+def _existing(folder: Path) -> tuple[Path, bool]:
+    """The folder, or the nearest one above it that exists, and whether something can be made in it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return existing, existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _size(folder: Path) -> int:
@@ -244,8 +250,8 @@ def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     if run_dir.config.is_file():  # the text of a run folder may be gone; the loader looks for that of a YAML file
         for message in file_problems(config.data, config.tokenizer):
             yield f"{message} (the corpus in {prepared} is not prepared yet)"
-    existing = next(path for path in (Path(prepared), *Path(prepared).absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    existing, is_writable = _existing(Path(prepared))
+    if not is_writable:
         yield f"data.prepared: {prepared} cannot be written ({existing} is no writable folder), and holds no manifest.json"
 
 

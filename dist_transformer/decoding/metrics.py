@@ -90,24 +90,19 @@ def tokenised_scores(
         name = f"moses-{language}-{version('sacremoses')}"
     else:
         name = "spaces"
-    whole, whole_signature = _multi_bleu(hypotheses, references, name)
-    split, split_signature = _multi_bleu(
-        _with_compounds_split(hypotheses), [*map(_with_compounds_split, references)], f"{name}-compounds"
-    )
-    return {
-        "bleu_tokenised": whole,
-        "bleu_tokenised_signature": whole_signature,
-        "bleu_compound_split": split,
-        "bleu_compound_split_signature": split_signature,
-    }
+    split = [_with_compounds_split(lines) for lines in (hypotheses, *references)]
+    whole = _multi_bleu("bleu_tokenised", hypotheses, references, name)
+    return whole | _multi_bleu("bleu_compound_split", split[0], split[1:], f"{name}-compounds")
 
 
-def _multi_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]], tokens: str) -> tuple[float, str]:
-    """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match. The
-    signature is sacreBLEU's, with `tokens` as the name of its tokenizer."""
+def _multi_bleu(
+    key: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]], tokens: str
+) -> dict[str, float | str]:
+    """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match; by `key`, and
+    its signature, sacreBLEU's with `tokens` as the name of the tokenizer."""
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
     score = bleu.corpus_score(hypotheses, references).score
-    return score, str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")
+    return {key: score, f"{key}_signature": str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")}
 
 
 def _with_compounds_split(lines: Iterable[str]) -> list[str]:

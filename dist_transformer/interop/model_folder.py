@@ -130,7 +130,7 @@ def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
     if config.plugin is not None:
         config = config.model_copy(update={"plugin": _named_plugin(folder, config.plugin, plugin)})
     model = _model_of(config, information)
-    weights_path = _existing(folder / WEIGHTS, folder)
+    weights_path = _existing(folder / WEIGHTS)
     with open_safetensors(weights_path) as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     _check_weights(weights, model, str(weights_path))
@@ -153,12 +153,12 @@ def is_model_folder(folder: Path) -> bool:
 def tokenizer_files(folder: Path) -> TokenizerFiles:
     """The sentencepiece models of a model folder or of a folder for CTranslate2. CheckpointError: there are none."""
     target = folder / TARGET_MODEL
-    return TokenizerFiles(_existing(folder / SOURCE_MODEL, folder), target if target.is_file() else None)
+    return TokenizerFiles(_existing(folder / SOURCE_MODEL), target if target.is_file() else None)
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
     """Reads config.json of a model folder. Raises CheckpointError if it is missing, invalid or another program's."""
-    path = _existing(folder / CONFIG, folder)
+    path = _existing(folder / CONFIG)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("model_type") == "marian":
@@ -231,10 +231,10 @@ def _named_plugin(folder: Path, recorded: str, given: str | None) -> str:
     return given
 
 
-def _existing(path: Path, folder: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} is not a complete model folder: {path.name} is missing. Expected {CONFIG}, {WEIGHTS} and "
+            f"{path.parent} is not a complete model folder: {path.name} is missing. Expected {CONFIG}, {WEIGHTS} and "
             f"{SOURCE_MODEL}, as in the `model` folder of a finished run."
         )
     return path

@@ -107,8 +107,8 @@ class Tracker:
 
         `is_best`: best of all so far by validation.metric. `kept`: names of the checkpoint folders that still exist.
         """
-        values = {"path": str(path.absolute()), "metrics": finite(metrics), "is_best": is_best, "kept": list(kept)}
-        self._add("checkpoint", step=step, **values)
+        finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
+        self._add("checkpoint", step=step, path=str(path.absolute()), metrics=finite, is_best=is_best, kept=list(kept))
 
     def samples_written(self, step: int) -> None:
         """Reports that samples.jsonl has grown."""
@@ -254,10 +254,6 @@ def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) ->
 def store_uri(root: Path) -> str:
     """The store of the runs in `root` that needs no server: one sqlite file."""
     return f"sqlite:///{root.resolve() / STORE}"
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
 
 
 def _step_of(run_dir: RunDir, model: Path) -> int:
