@@ -37,11 +37,11 @@ def score_command(
     from dist_transformer.decoding.scoring import score_pairs
     from dist_transformer.decoding.sharded_files import LineReader, same_lines
 
+    lines, translations = LineReader(source), LineReader(target)
     num_sources = same_lines(source, target)
     most = search_settings(model, max_source_tokens=max_source_tokens).max_source_tokens
     write_utf8()
     loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
-    lines, translations = LineReader(source), LineReader(target)
     sources = noting_tags(model, (lines.read(number, 1)[0] for number in range(num_sources)))
     pairs = ((text, translations.read(number, 1)[0]) for number, text in enumerate(sources))
     total, num_tokens, num_longer = 0.0, 0, 0

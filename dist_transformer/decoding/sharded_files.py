@@ -177,21 +177,18 @@ def same_lines(*paths: Path) -> int:
 
 
 class LineReader:
-    """Reads ranges of lines of a file in ascending order."""
+    """Reads ranges of lines of a file in ascending order; created before the file's digest, or number of lines, is taken."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lines, self._next = path, numbered_lines(path), 0
+        self._path, self._lines, self._next, self._version = path, numbered_lines(path), 0, _version_of(path)
 
     def read(self, first: int, count: int) -> list[str]:
-        """Reads `count` lines from line `first`, counted from 0; `first` must not decrease. Raises UserError: one of
-        them no longer exists; it, or an earlier one, is not valid UTF-8."""
+        """Reads `count` lines from line `first`, counted from 0; `first` must not decrease. Raises UserError: the file has
+        changed since the reader was created; one of the lines, or an earlier one, is not valid UTF-8."""
         assert first >= self._next, "it reads forward"
         lines = list(islice(self._lines, first - self._next, first - self._next + count))
-        if len(lines) != count:
-            raise UserError(
-                f"{self._path}: ends after {first + len(lines)} lines, but had more: it changed meanwhile; put it back, or "
-                "begin another output"
-            )
+        if len(lines) != count or _version_of(self._path) != self._version:
+            raise UserError(f"{self._path}: changed while it was read; put it back, or begin another output")
         self._next = first + count
         return lines
 
@@ -212,6 +209,14 @@ def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
             if line.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ")):
                 raise UserError(f"{name}: is compressed; unpack it first (zcat, zstdcat or xzcat)") from None
             raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
+
+
+def _version_of(path: Path) -> tuple[int, ...] | None:
+    """Returns numbers that change with the file, which None stands for if it is not there."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 def _opened(path: Path) -> BufferedReader:

@@ -39,6 +39,7 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     num_ranks = num_ranks_given(()) or 1
     rank = int(os.environ.get("RANK", "0"))
     folders = folders_of(task.engine, task.models)
+    readers = [sharded_files.LineReader(path) for path in (source, task.prefix) if path is not None]
     plan, num_lines = _plan(task, folders, source)
     lines_of_chunk = sharded_files.chunk_lines(num_lines)
     parts = sharded_files.open_parts(output, plan, -(-num_lines // lines_of_chunk))
@@ -48,7 +49,6 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
         return
     search = open_search(task.engine, folders, task.settings, task.plugin)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
-    readers = [sharded_files.LineReader(path) for path in (source, task.prefix) if path is not None]
     last_report = time.monotonic()
     with progress_bar() if rank == 0 else nullcontext(lambda stage, done, total: None) as show:
         for chunk in range(rank, parts.num_chunks, num_ranks):

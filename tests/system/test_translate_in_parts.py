@@ -1,6 +1,7 @@
 """A file translated in parts on any ranks: what the stream gives, whatever stops it, and only with what it began with."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -208,9 +209,37 @@ def test_a_file_that_changes_while_it_is_translated_is_refused(
 
     monkeypatch.setattr(cli_translate_file, "open_search", begun)
     task = Task([model], SETTINGS, "torch")
-    with pytest.raises(UserError, match="source: ends after 1 lines, but had more: it changed"):
+    with pytest.raises(UserError, match="source: changed while it was read"):
         ranks.run(task, tmp_path / "out", 0, 1)
     assert not list((tmp_path / "out.parts").glob("*.txt"))
+
+
+@pytest.mark.parametrize("changed", ["source", "prefixes"])
+def test_parts_of_a_file_that_changed_and_was_put_back_are_of_one_text(
+    changed: str, ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefixes").write_text("".join(f"{source.split()[0]}\n" for source in SOURCES[:60]), encoding="utf-8")
+    task, file, write = (
+        Task([model], SETTINGS, "torch", tmp_path / "prefixes"),
+        tmp_path / changed,
+        sharded_files.Parts.write,
+    )
+    ranks.run(task, tmp_path / "whole", 0, 1)
+    before = file.read_bytes()
+
+    def write_and_change(parts: sharded_files.Parts, chunk: int, lines: list[str]) -> None:
+        write(parts, chunk, lines)
+        file.write_bytes(before[::-1].strip() + b"\n")  # as many bytes and lines
+
+    os.utime(file, (0, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(sharded_files.Parts, "write", write_and_change)
+        with pytest.raises(UserError, match=f"{changed}: changed while it was read"):
+            ranks.run(task, tmp_path / "out", 0, 1)
+    assert [path.name for path in (tmp_path / "out.parts").glob("*.txt")] == ["0000000.txt"]
+    file.write_bytes(before)
+    ranks.run(task, tmp_path / "out", 0, 1)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_what_is_written_is_utf8_in_any_language(model: Path, tmp_path: Path) -> None:

@@ -268,10 +268,28 @@ def test_lines_are_counted_and_read_by_ranges(tmp_path: Path, end: str) -> None:
     assert len(digest) == 64
     reader = LineReader(path)
     assert [reader.read(0, 1), reader.read(2, 1), reader.read(3, 1)] == [[TEXT[0]], [TEXT[2]], [TEXT[3]]]
-    with pytest.raises(UserError, match=r"text: ends after 4 lines, but had more: it changed meanwhile"):
+    with pytest.raises(UserError, match=r"text: changed while it was read; put it back"):
         LineReader(path).read(3, 5)
     path.write_bytes(b"")
     assert digest_and_lines(path)[1] == 0
+
+
+@pytest.mark.parametrize("change", ["rewritten in place", "replaced", "removed"])
+def test_a_file_that_changes_between_two_ranges_is_refused_whatever_its_length(tmp_path: Path, change: str) -> None:
+    path, other = tmp_path / "text", tmp_path / "other"
+    for file, text in ((path, "one\ntwo\n"), (other, "eno\nowt\n")):
+        file.write_text(text)
+        os.utime(file, (0, 0))
+    reader = LineReader(path)
+    assert reader.read(0, 1) == ["one"]
+    if change == "rewritten in place":
+        path.write_text("eno\nowt\n")
+    elif change == "replaced":
+        other.rename(path)
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=r"text: changed while it was read; put it back, or begin another output"):
+        reader.read(1, 1)
 
 
 @pytest.mark.parametrize(
