@@ -4,6 +4,7 @@ import os
 import re
 from collections import UserDict
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 from dist_transformer import __version__
 from dist_transformer.cli.end import run_as_command
+from dist_transformer.errors import UserError
 
 SPINS_OF_WAITING_THREADS = "10000"
 """Number of times that an idle thread of GNU OpenMP looks for work before it sleeps. Its default takes milliseconds, in which
@@ -77,6 +79,14 @@ class Verbs(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "rich_markup_mode": None})
         self.commands = Commands()
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuses empty arguments, as of a shell's variable that is not set: a path of them would be the current folder."""
+        for before, argument in pairwise(args):
+            if not argument or re.fullmatch(r"--[\w-]+=", argument):
+                place = argument.removesuffix("=") or f"the argument after {before}"
+                raise UserError(f"{place}: is empty, as of a variable that is not set; give a value, or leave it out")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in VERBS.items():

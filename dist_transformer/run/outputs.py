@@ -47,7 +47,8 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
             found = path.stat()
         except FileNotFoundError:
             found = None
-        if found is not None and not is_stream(path) and not _is_free(path, found, is_file) and not is_own(path):
+        is_misfit = found is not None and is_file and stat.S_ISDIR(found.st_mode)
+        if found and not is_stream(path) and not _is_free(path, found, is_file) and (is_misfit or not is_own(path)):
             own = "" if is_own is never else f", an empty one or {kind} of this program"
             raise UserError(
                 f"{path}: is there already ({_what_is_there(path, found)}), expected a new path{own}: it is not written "
@@ -170,7 +171,7 @@ def _what_is_there(path: Path, found: os.stat_result) -> str:
     if not stat.S_ISDIR(found.st_mode):
         return f"a file of {found.st_size:,} bytes"
     names = sorted(entry.name for entry in path.iterdir())
-    return f"a folder with {', '.join(names[:NAMES_SHOWN])}{', ...' if len(names) > NAMES_SHOWN else ''}"
+    return f"a folder with {', '.join(names[:NAMES_SHOWN]) or 'nothing'}{', ...' if len(names) > NAMES_SHOWN else ''}"
 
 
 def _refuse_among_checkpoints(path: Path, real: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import VERBS, Commands, app, first_sentence
+from dist_transformer.errors import UserError
 
 FOUND_WITH_CONFIG = [f"dist_transformer.cli.{name}" for name in ("arguments", "config_verbs", "end", "main")]
 START_THEN_IMPORT_TORCH = """
@@ -45,6 +46,23 @@ def test_the_list_of_verbs_says_what_each_says_of_itself():
     assert [line.split()[0] for line in shown if line[:2] == "  " and line[2] != " "] == [
         verb for verbs in VERBS.values() for verb in verbs
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["demo-corpus", ""], "the argument after demo-corpus"),
+        (["translate", "model", "--input", "", "--output", "out"], "the argument after --input"),
+        (["translate", "model", "--input", "in", "--output="], "--output"),
+        (["pipeline", "status", ""], "the argument after status"),
+    ],
+)
+def test_an_empty_argument_is_not_taken_for_the_current_folder(arguments, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refusal = CliRunner().invoke(app, arguments).exception
+    assert isinstance(refusal, UserError)
+    assert str(refusal) == f"{place}: is empty, as of a variable that is not set; give a value, or leave it out"
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_verb_is_found_without_the_others():

@@ -128,6 +128,12 @@ def test_what_somebody_put_among_the_parts_stays(tmp_path: Path) -> None:
     assert names(tmp_path / "out.parts") == {"notes.txt"}
 
 
+@pytest.mark.parametrize("folder", [".", "/", ".."])
+def test_an_output_in_parts_cannot_be_a_folder(folder: str) -> None:
+    with pytest.raises(UserError, match=r"is there already \(a folder with "):
+        opened(Path(folder))
+
+
 def test_an_output_in_parts_cannot_be_a_device() -> None:
     for path in (Path("/dev/null"), Path("/dev/stdout")):
         with pytest.raises(UserError, match=f"{path}: is a device or a pipe"):
