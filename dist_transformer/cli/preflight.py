@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cluster.script import PREFLIGHT_SECONDS, PREFLIGHT_TOLERANCE
+from dist_transformer.errors import UserError
 
 
 def preflight_command(
@@ -26,6 +27,8 @@ def preflight_command(
     """
     from dist_transformer.processes.launching import num_ranks_given, start_local_ranks
 
+    if not 0 < tolerance <= 1:
+        raise UserError(f"--tolerance: expected a share above 0 and at most 1, got {tolerance:g}; give another")
     if num_ranks_given():
         _measure_as_rank(folder, run_folder or folder, seconds)
     from dist_transformer.preflight.report import begin_anew, main

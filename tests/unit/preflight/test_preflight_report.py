@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dist_transformer.cli.main import app
+from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.preflight.report import main, rank_file
 
@@ -93,3 +96,11 @@ def test_only_whole_files_of_ranks_are_read(tmp_path):
     (tmp_path / "report.json").write_text("{}", encoding="utf-8")
     main([str(tmp_path), "0.8"])
     assert [*read_json(tmp_path / "report.json")["nodes"]] == ["n4"]
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "0", "-0.5", "1.1"])
+def test_a_tolerance_that_is_no_share_is_refused_before_anything_is_measured(tmp_path: Path, given: str) -> None:
+    refusal = CliRunner().invoke(app, ["preflight", "--folder", str(tmp_path / "new"), "--tolerance", given]).exception
+    assert isinstance(refusal, UserError)
+    assert f"--tolerance: expected a share above 0 and at most 1, got {given};" in str(refusal)
+    assert not (tmp_path / "new").exists()
