@@ -110,6 +110,8 @@ def evaluate_command(
         raise UserError(f"--modified {unknown[0]}: no such modifier; there are {', '.join(MODIFIERS)}")
     if modified and (hypothesis is not None or len(references or []) > 1):
         raise UserError("--modified changes a source, which a model then translates, and one reference")
+    if plugin is not None and (hypothesis is not None or engine == "ctranslate2"):
+        raise UserError("--plugin: is the code of a model that --engine torch translates with; drop it")
     if output is not None:
         if run is None:
             raise UserError("--output: keeps what a model reaches, and how fast; with --hypothesis leave it out")

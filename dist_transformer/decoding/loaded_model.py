@@ -64,6 +64,8 @@ def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedMod
                 f"{folder}: its sentencepiece models are not those of {folders[0]}: models decode together only if their "
                 "tokens are the same; train them with one tokenizer"
             )
+    if plugin is not None and not any(each.config.plugin for each in loaded):
+        raise UserError(f"--plugin {plugin}: {folders[0]} is a model of this program, without a plug-in; drop --plugin")
     files, information = loaded[0].tokenizer_files, loaded[0].information
     tokenizer = Tokenizer.load(files.source, files.target)
     vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)

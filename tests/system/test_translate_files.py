@@ -150,6 +150,17 @@ def test_a_file_that_is_not_the_lists_of_one_input_is_not_reranked(
     assert message in refused("rerank", lists, scores)
 
 
+def test_a_plugin_is_refused_where_no_model_has_one(model: Path, other_model: Path, tmp_path: Path) -> None:
+    lines, plugin = tmp_path / "lines", ("--plugin", "mine.py:build")
+    lines.write_text("One .\n", encoding="utf-8")
+    message = f"--plugin mine.py:build: {model} is a model of this program, without a plug-in; drop --plugin"
+    assert refused("translate", model, "--ensemble", other_model, *plugin, lines=LINES) == message
+    assert refused("translate", model, "--input", lines, "--output", tmp_path / "out", *plugin) == message
+    assert refused("evaluate", model, "--source", lines, "--reference", lines, *plugin) == message
+    for given in ((model, "--source", lines, "--engine", "ctranslate2"), ("--hypothesis", lines)):
+        assert "--plugin: is the code of a model that" in refused("evaluate", *given, "--reference", lines, *plugin)
+
+
 def test_ctranslate2_says_what_our_own_search_says(model: Path) -> None:
     pytest.importorskip("ctranslate2")
     greedy = ("--beam", 1)
