@@ -37,7 +37,8 @@ def rerank_command(
         else:
             raise UserError(
                 f"{n_best}, line {number}: expected {len(best)} as the next number, got {found[1]}: translate "
-                "numbers the lines of one input from 0, without gaps; rerank each list by itself"
+                "numbers the lines of one input from 0, without gaps; rerank each list by itself; those of several models for "
+                "one input are merged by: sort -n -s LISTS"
             )
     write_utf8()
     for _, text in best:

@@ -1,6 +1,7 @@
 """translate and score as commands: forms of output, prefixes, ensembles, engines."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,22 @@ def test_a_file_that_is_not_the_lists_of_one_input_is_not_reranked(
     )
     scores.write_text("1\n" * len(numbers), encoding="utf-8")
     assert message in refused("rerank", lists, scores)
+
+
+def test_the_lists_of_several_models_for_one_input_are_merged_as_the_message_says(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        text = "".join(f"{n} ||| {name} {n} ||| log_probability= -1 ||| -1\n" for n in range(11) for _ in range(2))
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    lists, scores = tmp_path / "lists", tmp_path / "scores"
+    scores.write_text("1\n1\n1\n2\n" * 11, encoding="utf-8")
+    lists.write_text(
+        "".join((tmp_path / name).read_text(encoding="utf-8") for name in ("first", "second")), encoding="utf-8"
+    )
+    assert "merged by: sort -n -s LISTS" in refused("rerank", lists, scores)
+    lists.write_bytes(
+        subprocess.run(["sort", "-n", "-s", tmp_path / "first", tmp_path / "second"], stdout=-1, check=True).stdout
+    )
+    assert said("rerank", lists, scores) == [f"second {number}" for number in range(11)]
 
 
 def test_a_plugin_is_refused_where_no_model_has_one(model: Path, other_model: Path, tmp_path: Path) -> None:
