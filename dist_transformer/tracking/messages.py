@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples.json"
 _EVENTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "start": (("words", "files"), {"time", "tags", "parameters", "config"}),
+    "start": (("status", "words", "files"), {"time", "tags", "parameters", "config"}),
     "checkpoint": (("words",), {"time", "path", "step", "metrics"}),
     "samples": (("files",), set()),
     "profile": (("files",), {"path"}),
     "figures": (("figures",), set()),
     "model": (("model",), {"time", "path", "step"}),
     "evaluation": (("words",), {"time", "name", "step", "metrics"}),
-    "status": (("words",), {"time", "status"}),
+    "status": (("status",), {"time", "status"}),
 }
 """The channels of each event, and the values that it needs."""
 REPLACED = ("samples", "figures")  # they send a file as it is by then: of several that wait, the last is enough
@@ -67,8 +67,9 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
     if not _EVENTS[event["event"]][1] <= event.keys() or event.get("status", "RUNNING") not in STATUSES:
         raise CannotBeSent("its record is damaged")
     match channel, event["event"]:
+        case "status", _:
+            run.set_status(event.get("status", "RUNNING"), _time_ms(event))
         case "words", "start":
-            run.set_status("RUNNING", _time_ms(event))
             run.set_tags(event["tags"])
             run.log_parameters(event["parameters"])
             if "description" in event:
@@ -78,8 +79,6 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
             _send_checkpoint(run, event)
         case "words", "evaluation":
             run.log_all_points(_points(f"evaluation/{event['name']}", event["metrics"], event))
-        case "words", "status":
-            run.set_status(event["status"], _time_ms(event))
         case "files", "start":
             run.log_text(event["config"], "config.yaml")
             run.log_long_parameters(event["parameters"])

@@ -6,7 +6,7 @@ tracking.json          the delivery state: run and server, the newest step sent 
                        bytes of the outbox. It is replaced after each successful delivery: after a crash in between
                        some events are sent twice, as exact repeats, which MLflow drops.
 
-An event is sent over one or two channels: the start's configuration file goes over another channel than its tags. Each
+An event is sent over one or more channels: the start's configuration file goes over another channel than its tags. Each
 channel is in order and has its own offset, so that quick events do not wait for slow ones.
 """
 
@@ -27,7 +27,7 @@ from dist_transformer.run.metrics_log import encode, remove_torn_line
 
 logger = logging.getLogger(__name__)
 
-PROMPT_CHANNELS = ("words", "files")
+PROMPT_CHANNELS = ("status", "words", "files")
 CHANNELS = (*PROMPT_CHANNELS, "figures", "model")
 """Channels by priority; those that are not prompt wait for the end of a start, after its status."""
 

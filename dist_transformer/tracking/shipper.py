@@ -1,11 +1,12 @@
 """Sends metrics.jsonl and the outbox of a run folder to MLflow, in order and with retries.
 
-Text is sent first (tags, checkpoints, the status), then files; figures and the model wait for the end of a start. One
+The status is sent first, then text (tags, checkpoints), then files; figures and the model wait for the end of a start. One
 pass of `Shipper.deliver` sends everything present. `BackgroundShipper` repeats the passes in a daemon thread: every
 POLL_SECONDS while the server answers, after 1, 2, 4 ... 60 seconds while it does not. Training never waits for it.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
 PREDECESSOR_SECONDS = 15.0
 """Wait for an abandoned thread, whose hanging request times out after 10 seconds."""
+ANSWER_SECONDS = 10.0
+"""Time after a delivery in which a closing shipper expects the next one: a request times out after it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Shipper:
         self._refused: tuple[str, int] | None = None
         self._left_out: set[str] = set()
         self.abandoned = threading.Event()
+        self.newest_delivery = -math.inf  # by time.monotonic()
 
     @property
     def folder(self) -> Path:
@@ -108,7 +112,7 @@ class Shipper:
         arrived: set[int] = set()
         while (found := self._next_event(channels)) is not None:
             channel, event, end = found
-            if channel != "words" or event["event"] == "status":
+            if channel != "words":
                 points += self._send_points(run)  # sent before the end of the run and before any upload
             try:
                 self._send_event(run, event, channel)
@@ -116,6 +120,7 @@ class Shipper:
                 self._send_points(run)  # an event that must wait does not delay the curves
                 raise
             self._memory.advance(channel, end)
+            self.newest_delivery = time.monotonic()
             self._save()
             arrived.add(end)
         if self._memory.outbox_offset != began:
@@ -178,6 +183,7 @@ class Shipper:
             self._end_if_abandoned()
             self._log_points(run, batch.points)
             self._memory.sent.update(batch.newest)
+            self.newest_delivery = time.monotonic()
             self._save()
             self._offset = batch.end
             count += len(batch.points)
@@ -257,22 +263,28 @@ class BackgroundShipper:
         self._thread = threading.Thread(target=self._run, name=f"tracking {shipper.folder.absolute()}", daemon=True)
         self._delivered_all = False
         self._outage_began: float | None = None
+        self._newest_failure = -math.inf
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, seconds: float, busy_seconds: float = 0.0) -> bool:
-        """Tries until everything is delivered, for at most `seconds`; a server that answers gets `busy_seconds` more.
+    def close(self, seconds: float, busy_seconds: float = 0.0, *, has_upload: bool = False) -> bool:
+        """Tries until everything is delivered, for at most `seconds`; up to `busy_seconds` more while deliveries succeed.
 
+        `has_upload`: an upload may take longer than ANSWER_SECONDS; while it does, only a failure ends the wait.
         Returns False if something is undelivered; it stays in the run folder.
         """
         self._closing.set()
         self._thread.join(timeout=seconds)
         deadline = time.monotonic() + busy_seconds
-        while self._thread.is_alive() and self._outage_began is None and time.monotonic() < deadline:
+        while self._thread.is_alive() and time.monotonic() < deadline and self._is_answered(has_upload):
             self._thread.join(timeout=FIRST_WAIT_SECONDS)
         self._abandoned.set()
         return self._delivered_all
+
+    def _is_answered(self, has_upload: bool) -> bool:
+        delivered = self._shipper.newest_delivery
+        return time.monotonic() - delivered < ANSWER_SECONDS or (has_upload and delivered >= self._newest_failure)
 
     def _run(self) -> None:
         try:
@@ -297,6 +309,7 @@ class BackgroundShipper:
             except ServerTrouble as trouble:
                 if self._abandoned.is_set():
                     return
+                self._newest_failure = time.monotonic()
                 if self._outage_began is None:
                     self._outage_began, wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
                     said = "MLflow takes no data; training continues and all is sent later. Its answer: %s"

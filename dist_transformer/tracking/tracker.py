@@ -46,8 +46,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 
 CLOSE_SECONDS = 10
 """Time that the end of a run waits for the server to take the rest; `track sync` sends what is left."""
-MODEL_SECONDS = 60.0
-"""Time beyond CLOSE_SECONDS for a server that answers if there is a model to check and upload."""
+BUSY_SECONDS = 60.0
+"""Time beyond CLOSE_SECONDS at the end of a finished run for a server that takes data, or the model."""
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 STORE = "mlflow.db"
@@ -69,7 +69,7 @@ class Tracker:
         """
         self._run_dir = run_dir
         self._settings = settings
-        self._busy_seconds = 0.0
+        self._has_model = False
         self._memory = memory_of(run_dir, run_name, run_id)
         self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), self._memory))
 
@@ -130,16 +130,17 @@ class Tracker:
             logger.warning("MLflow does not get the model %s: %s", folder, error)
         else:
             self._add("model", **event)
-            self._busy_seconds = MODEL_SECONDS
+            self._has_model = True
 
     def close(self, status: Status) -> None:
-        """Waits at most CLOSE_SECONDS for the server, MODEL_SECONDS more if it answers and there is a model to send.
+        """Waits at most CLOSE_SECONDS for the server; BUSY_SECONDS more at the end of a finished run while it takes data.
 
-        Undelivered events stay in the run folder for a later job.
+        Not at others: a stop must end in time, an error at once. Undelivered events stay in the run folder for a later job.
         """
         self._add("status", status=status)
         began = time.monotonic()
-        if not self._shipper.close(CLOSE_SECONDS, self._busy_seconds):
+        busy_seconds = BUSY_SECONDS if status == "FINISHED" else 0.0
+        if not self._shipper.close(CLOSE_SECONDS, busy_seconds, has_upload=self._has_model):
             hint = f"dist-transformer track sync {self._run_dir.quoted}"
             seconds = time.monotonic() - began
             logger.warning("MLflow did not take everything in %.0f s. To send the rest: %s", seconds, hint)

@@ -8,7 +8,7 @@ from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.reporting.run_report import report_after_training
-from dist_transformer.tracking.tracker import CLOSE_SECONDS, MODEL_SECONDS, Status, Tracker
+from dist_transformer.tracking.tracker import BUSY_SECONDS, CLOSE_SECONDS, Status, Tracker
 from dist_transformer.training.checkpoint.final_model import write_final_model
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import note
@@ -57,7 +57,7 @@ class RunEnd:
                 self.tracker.close(status)
 
         if self._run.config.tracking.enabled:
-            seconds = CLOSE_SECONDS + MODEL_SECONDS + MARGIN_SECONDS
+            seconds = CLOSE_SECONDS + BUSY_SECONDS + MARGIN_SECONDS
             run_on_rank_zero(self._run.ranks, close, self._run.doing(WAITING), seconds)
 
     def close_alone(self, status: Status) -> None:

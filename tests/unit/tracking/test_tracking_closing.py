@@ -5,6 +5,7 @@ On a real sqlite store; the order of deliveries on a run that only notes them.
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,23 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow_server import wait_until
-from tracking_helpers import curves_in_file, curves_on_server, run_id_of, sent_step, store_of, tracker_of, train
+from tracking_helpers import (
+    curves_in_file,
+    curves_on_server,
+    run_id_of,
+    save_checkpoint,
+    sent_step,
+    store_of,
+    tracker_of,
+    train,
+)
 
 from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import mlflow_client, mlflow_models, shipper
 from dist_transformer.tracking.content import Point
+from dist_transformer.tracking.final_status import has_arrived
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.shipper import Shipper
@@ -69,6 +80,33 @@ def test_status_points_and_report_are_there_before_the_upload_of_the_model_begin
     wait_until(lambda: sent_step(stored_run_dir) == 20)  # and so it has looked at the model, long before the end
     tracker.close("FINISHED")
     assert seen == ["FINISHED", curves_in_file(stored_run_dir), True]
+
+
+def test_a_server_that_answers_again_is_waited_for_while_it_takes_data_and_gets_the_status_first(
+    stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, release: threading.Event
+) -> None:
+    """In an outage of checkpoints until the run ends, without a model; what waits takes longer than close_seconds."""
+    log_reference = mlflow_models.log_reference
+    status_before: list[str] = []
+
+    def down_then_slow(run: TrackedRun, *arguments: Any) -> None:
+        if not release.is_set():
+            raise ServerTrouble("down")
+        status_before.append(client.get_run(run.run_id).info.status)
+        time.sleep(0.2)
+        log_reference(run, *arguments)
+
+    monkeypatch.setattr(mlflow_models, "log_reference", down_then_slow)
+    tracker = tracker_of(stored_run_dir, None, close_seconds=1)
+    tracker.start({}, {}, "")
+    for step in range(1, 8):
+        save_checkpoint(tracker, stored_run_dir.path, step)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 21))
+    wait_until(lambda: sent_step(stored_run_dir) == 20)
+    release.set()
+    tracker.close("FINISHED")
+    assert status_before == ["FINISHED"] * 7
+    assert has_arrived(stored_run_dir)
 
 
 def wait_for_the_threads_of(run_dir: RunDir) -> None:
@@ -183,14 +221,15 @@ def shipper_of(run_dir: RunDir) -> Shipper:
 
 
 IN_ORDER = [
-    *[("words", number) for number in (0, 1, 4, 5, 7, 10)],
+    *[("status", number) for number in (0, 4, 5, 10)],
+    *[("words", number) for number in (0, 1, 5, 7)],
     *[("files", number) for number in (0, 5, 6)],  # 6 sends the samples of 2 too
     ("figures", 9),
     *[("model", number) for number in (3, 8)],
 ]
 
 
-def test_words_go_before_files_before_reports_before_models_each_in_order(
+def test_the_status_goes_before_words_before_files_before_reports_before_models_each_in_order(
     run_dir: RunDir, notes: list[tuple[str, int]]
 ) -> None:
     assert shipper_of(run_dir).deliver().events == len(SPOOL) - 1
@@ -228,7 +267,7 @@ def test_a_store_of_files_that_is_down_holds_up_no_status_not_even_of_the_next_s
     run_dir: RunDir, notes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def down(run: Any, event: Mapping[str, Any], lane: str, folder: RunDir) -> None:
-        if lane != "words":
+        if lane not in ("status", "words"):
             raise ServerTrouble("the artifact store is down")
         notes.append((lane, event["number"]))
 
@@ -237,7 +276,7 @@ def test_a_store_of_files_that_is_down_holds_up_no_status_not_even_of_the_next_s
         for _ in range(2):
             with pytest.raises(ServerTrouble):
                 shipper_of(run_dir).deliver()
-    assert notes == [part for part in IN_ORDER if part[0] == "words"]
+    assert notes == [part for part in IN_ORDER if part[0] in ("status", "words")]
     shipper_of(run_dir).deliver()
     assert notes == IN_ORDER
 

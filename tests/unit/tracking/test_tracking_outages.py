@@ -168,6 +168,7 @@ def test_an_artifact_store_that_takes_nothing_holds_up_neither_the_curves_nor_th
         raise error
 
     monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    monkeypatch.setattr(shipper, "ANSWER_SECONDS", 1)
     train(MetricsLog(stored_run_dir.metrics), range(1, 4))
     tracker = tracker_of(stored_run_dir, None, close_seconds=5)
     tracker.start({}, {}, "model: base\n")
