@@ -47,6 +47,10 @@ class ServerTrouble(DistTransformerError):
     """The server did not accept a request. The message is the server's answer, without credentials."""
 
 
+class FolderTrouble(ServerTrouble):
+    """The run folder cannot be read or written. The message has the error of its disk; the server may be fine."""
+
+
 class ServerRefused(ServerTrouble):
     """The server understood the request and will never accept it."""
 

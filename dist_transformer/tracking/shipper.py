@@ -26,6 +26,7 @@ from dist_transformer.tracking.outbox import (
     PROMPT_CHANNELS,
     CannotBeSent,
     DeliveryState,
+    FolderTrouble,
     NotValid,
     ServerRefused,
     ServerTrouble,
@@ -96,7 +97,7 @@ class Shipper:
     def deliver(self, channels: Sequence[str] = CHANNELS) -> Delivery:
         """Runs one pass. Raises ServerTrouble; earlier deliveries are recorded, the rest is sent by the next pass.
 
-        Also raises Abandoned.
+        Also raises Abandoned, and FolderTrouble if the run folder cannot be read or written.
         """
         try:
             run = self._run = self._run or self._open_run()
@@ -105,7 +106,7 @@ class Shipper:
             self._run = None  # the next pass opens the run anew: it may have been deleted meanwhile
             if isinstance(trouble, ServerTrouble):
                 raise
-            raise ServerTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
+            raise FolderTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
 
     def _deliver_to(self, run: "TrackedRun", channels: Sequence[str]) -> Delivery:
         began, points = self._memory.outbox_offset, 0

@@ -31,6 +31,7 @@ from dist_transformer.tracking.messages import send_model
 from dist_transformer.tracking.outbox import (
     CHANNELS,
     DeliveryState,
+    FolderTrouble,
     ServerRefused,
     ServerTrouble,
     Target,
@@ -211,6 +212,11 @@ def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Deliv
     for attempt in range(1, SYNC_ATTEMPTS + 1):
         try:
             return send()
+        except FolderTrouble as trouble:
+            raise UserError(
+                f"{what} cannot be sent: {trouble}\nExpected a run folder that this user may write, which records what "
+                "MLflow has. Run the command as the owner of the folder, or mend its disk"
+            ) from trouble
         except ServerTrouble as trouble:
             if attempt == SYNC_ATTEMPTS:
                 raise UserError(

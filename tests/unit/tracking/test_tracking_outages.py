@@ -160,6 +160,14 @@ def test_sync_reports_the_answer_of_a_server_that_is_not_there(
     assert "secret" not in str(raised.value)
 
 
+def test_sync_of_a_folder_that_cannot_be_written_does_not_blame_the_server(stored_run_dir: RunDir) -> None:
+    stored_run_dir.tracking.mkdir()  # so that root cannot write it either
+    with pytest.raises(UserError, match=r"the run folder cannot be read or written: .*Is a directory") as raised:
+        sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert "as the owner of the folder" in str(raised.value)
+    assert "Its answer" not in str(raised.value)
+
+
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'boto3'"), RuntimeError("no credentials")])
 def test_an_artifact_store_that_takes_nothing_holds_up_neither_the_curves_nor_the_status(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, error: Exception
