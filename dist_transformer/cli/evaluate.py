@@ -179,7 +179,8 @@ def scored(
 ) -> Scored:
     """Translates a corpus of a run, or files, and scores the translation.
 
-    A run folder keeps scores, translations and references in evaluation/.
+    A run folder keeps scores, translations and references in evaluation/. Raises UserError: there is no model, or
+    nothing to score.
 
     Args:
         source, references: files in place of the corpus, both or neither; a model folder needs them.
@@ -189,9 +190,6 @@ def scored(
         keep: false: nothing is written.
         language: code of the target language of the files; else it is the model's.
         settings: of the search, in place of the run's.
-
-    Raises:
-        UserError: there is no model, or nothing to score.
     """
     if (source is None) != (not references):
         raise UserError("--source and --reference belong together: give both, or neither")

@@ -141,11 +141,9 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
 
 
 def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None) -> Decision:
-    """Decides after an attempt, records the decision, and counts the attempt if another follows. Arguments: see `decide`.
-
-    Raises:
-        MachineError: the run folder is not visible; none is created in place of a disk that is not mounted.
-    """
+    """Decides after an attempt, records the decision, and counts the attempt if another follows. Arguments: see
+    `decide`. Raises MachineError: the run folder is not visible; none is created in place of a disk that is not
+    mounted."""
     if not run_dir.slurm.is_dir():
         raise MachineError(f"{run_dir.slurm}: is gone; is the disk of the run folder away?")
     of_others = {

@@ -23,14 +23,11 @@ class RunRef:
 
 
 def find_run(text: str, root: Path) -> RunRef:
-    """The run that `text` names.
+    """The run that `text` names. Raises UserError: `text` is neither, or names no known run.
 
     Args:
         text: a run folder, or a job id: 123, or 123_4 for a task of an array.
         root: the folder of runs, searched for a job that Slurm has forgotten.
-
-    Raises:
-        UserError: `text` is neither, or names no known run.
     """
     folder = Path(text)
     if folder.is_dir():

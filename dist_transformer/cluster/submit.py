@@ -72,7 +72,7 @@ def plan_submission(
     dry_run: bool = False,
     is_anew: bool = False,
 ) -> Submission:
-    """Checks everything and builds the jobs, without creating anything.
+    """Checks everything and builds the jobs, without creating anything. Raises ConfigError: all problems together.
 
     Args:
         config: the resolved configuration, with its cluster profile filled in; the jobs read it in the run folder.
@@ -81,9 +81,6 @@ def plan_submission(
         problems: problems found by the caller, reported together with the others.
         dry_run: for display only: works without Slurm, and while a job works on the run folder.
         is_anew: what is in the run folder now will be set aside, and does not count.
-
-    Raises:
-        ConfigError: all problems together.
     """
     found = [*memory_problems(config), *problems, *([] if is_anew else stage_problems(config, run_dir, stages, after))]
     num_parameters = count_parameters(with_counted_pieces(config))

@@ -26,15 +26,13 @@ from dist_transformer.plugins import problems_of, with_absolute_path
 
 
 def load_config(path: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> Config:
-    """Reads and checks the configuration of a run.
+    """Reads and checks the configuration of a run. Raises ConfigError: with all problems, each with file, line, key,
+    the expected and the given value.
 
     Args:
         path: a YAML file.
         overrides: `section.key=value` strings, the value read as YAML.
         check_files: also check that the text files that it names exist.
-
-    Raises:
-        ConfigError: with all problems, each with file, line, key, the expected and the given value.
     """
     return config_of(with_overrides(read_extended(path), overrides or []), check_files=check_files)
 

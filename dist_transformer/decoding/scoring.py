@@ -33,13 +33,10 @@ def score_pairs(
     files: str | None = "",
 ) -> Iterator[tuple[Ids, list[float]]]:
     """Yields for each pair (source, target), in order, the target's ids with eos, and the natural logarithm of the
-    probability of each given the source and the ids before it, of several models the mean probability. `files` begins the
-    message that refuses a pair that is too long; None: the pair gets minus infinity alone.
-
-    Raises:
-        UserError: a sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the
-            pairs before its chunk have been yielded.
-    """
+    probability of each given the source and the ids before it, of several models the mean probability. `files` begins
+    the message that refuses a pair that is too long; None: the pair gets minus infinity alone. Raises UserError: a
+    sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the pairs before its
+    chunk have been yielded."""
     remaining, num_before = iter(pairs), 0
     most = min([max_tokens, *(model.max_positions for model in models if model.max_positions is not None)])
     limit = f"at most {most} are scored at once (--max-source-tokens, decoding.max_source_tokens)"

@@ -48,17 +48,15 @@ def translate_lines(
 ) -> Iterator[list[Translation]]:
     """Yields each line's translations in order, best first; a blank line has an empty one. Reads CHUNK_LINES ahead.
 
-    A batch has at most `config.max_tokens` source tokens times beam; a line above that forms its own batch.
+    A batch has at most `config.max_tokens` source tokens times beam; a line above that forms its own batch. Raises
+    UserError: a line is too long and `config.too_long` is "refuse", a prefix is too long, or there are more or fewer
+    prefixes than lines; the lines before its chunk have been yielded.
 
     Args:
         prefixes: for each line, the beginning of its translations; empty: not prescribed.
         num_before: lines before the first of `lines` that are translated elsewhere. With sampling, the draws depend on
             the number of a line.
         progress: called after each batch of the search with the number of lines translated.
-
-    Raises:
-        UserError: a line is too long and `config.too_long` is "refuse", a prefix is too long, or there are more or
-            fewer prefixes than lines; the lines before its chunk have been yielded.
     """
     remaining = _with_prefixes(lines, prefixes)
     while chunk := list(islice(remaining, CHUNK_LINES)):
@@ -86,10 +84,7 @@ def translate_together(
     """The best translations of `translate_lines`, on every rank: its batches are shared among the ranks (collective).
 
     No rank waits for another in a search. `progress` is called after each round of one batch per rank. `lines` and the
-    model's weights are the same on every rank.
-
-    Raises:
-        Stopped, WorkFailed: on every rank, as from `in_rounds`.
+    model's weights are the same on every rank. Raises Stopped, WorkFailed: on every rank, as from `in_rounds`.
     """
     batches: list[list[_Part]] = []
     for first in range(0, len(lines), CHUNK_LINES):

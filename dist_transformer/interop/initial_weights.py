@@ -60,10 +60,8 @@ def load_initial_weights(
 ) -> Fit:
     """Copies the fitting ones of `weights` into the fp32 model on the CPU and returns the others by name.
 
-    `label` names the source in messages. Every rank calls it with the same arguments; nothing is communicated.
-
-    Raises:
-        UserError: a tensor does not fit and `partially` is false, or none fits. The model is then unchanged.
+    `label` names the source in messages. Every rank calls it with the same arguments; nothing is communicated. Raises
+    UserError: a tensor does not fit and `partially` is false, or none fits. The model is then unchanged.
     """
     fit = compare(model, weights, there, here)
     if not fit.taken:

@@ -93,10 +93,8 @@ def calibrated(hardware: Hardware, report: Path) -> Hardware:
     """Hardware with the medians of a preflight's report.json in place of data sheets and assumptions.
 
     On GPUs preflight multiplies in a 16-bit type only, so that the rate of fp32 stays that of the data sheet. An
-    all-reduce over several nodes measures the network, one within a node the link.
-
-    Raises:
-        UserError: the file is no preflight report, or has none of the figures.
+    all-reduce over several nodes measures the network, one within a node the link. Raises UserError: the file is no
+    preflight report, or has none of the figures.
     """
     try:
         value: Any = json.loads(report.read_text(encoding="utf-8"))

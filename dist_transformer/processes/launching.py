@@ -144,13 +144,11 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -> int | None:
-    """Returns WORLD_SIZE if the environment names this process as one rank of a group; None if it has no RANK.
+    """Returns WORLD_SIZE if the environment names this process as one rank of a group; None if it has no RANK. Raises
+    UserError: variables are missing, or their values are no numbers of ranks.
 
     Args:
         addresses: further required variables; none where the ranks of this command do not communicate.
-
-    Raises:
-        UserError: variables are missing, or their values are no numbers of ranks.
     """
     if "RANK" not in os.environ:
         return None

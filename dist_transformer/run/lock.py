@@ -174,11 +174,8 @@ def while_nobody_trains(run_dir: RunDir) -> Iterator[bool]:
 
 @contextmanager
 def while_nobody_submits(run_dir: RunDir) -> Iterator[None]:
-    """Keeps other submissions from the folder during the block; folders made for the lock go if they stay empty.
-
-    Raises:
-        UserError: another submission works on it.
-    """
+    """Keeps other submissions from the folder during the block; folders made for the lock go if they stay empty. Raises
+    UserError: another submission works on it."""
     made = [folder for folder in (run_dir.slurm, *run_dir.slurm.parents) if not folder.exists()]
     run_dir.slurm.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(run_dir.submit_lock, fallback_to_soft=False)

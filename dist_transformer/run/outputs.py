@@ -130,11 +130,8 @@ def as_message(error: OSError) -> UserError:
 
 
 def check_run_folder(run_dir: RunDir) -> None:
-    """Refuses a run folder that has files of the names that a run writes, but from another source.
-
-    Raises:
-        UserError: a file there would be overwritten and is not known to be a run's, or `checkpoints` is a file.
-    """
+    """Refuses a run folder that has files of the names that a run writes, but from another source. Raises UserError: a
+    file there would be overwritten and is not known to be a run's, or `checkpoints` is a file."""
     if os.path.exists(run_dir.checkpoints) and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints}: is a file, expected the folder of checkpoints: move it away")
     changed = [run_dir.config, run_dir.state, run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.divergence]

@@ -13,10 +13,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
     """Replaces `folder` by a copy of the package, its batch and launch scripts, and their state in git.
 
-    `folder` then works as an entry of PYTHONPATH. An unfinished copy never has this name.
-
-    Raises:
-        MachineError: the disk is full, or fails.
+    `folder` then works as an entry of PYTHONPATH. An unfinished copy never has this name. Raises MachineError: the disk
+    is full, or fails.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -24,10 +24,8 @@ def status_said(run_dir: RunDir) -> str | None:
 def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> str | None:
     """Sets the status and sends everything undelivered, for at most `seconds`; returns the reason of a failure.
 
-    Nobody may train in the run folder meanwhile. Undelivered events stay there for the next start, or `sync`.
-
-    Raises:
-        OSError: the run folder cannot be written.
+    Nobody may train in the run folder meanwhile. Undelivered events stay there for the next start, or `sync`. Raises
+    OSError: the run folder cannot be written.
     """
     try:
         target = target_of(settings, run_dir, default_store)

@@ -71,11 +71,8 @@ def dry_run(
     engine: Engine, shapes: Sequence[Shape], ranks: Ranks, token_id: int, progress: Callable[[str], None]
 ) -> None:
     """Runs one forward and backward pass on each shape (collective). The gradient is exactly zero, so that training is
-    the same with and without it. `token_id`: any but padding. `progress` is called with a text for each shape.
-
-    Raises:
-        UserError: this rank is out of memory.
-    """
+    the same with and without it. `token_id`: any but padding. `progress` is called with a text for each shape. Raises
+    UserError: this rank is out of memory."""
     engine.train()
     started = time.monotonic()
     begin_peak(ranks.device)
@@ -108,14 +105,12 @@ def find_max_tokens(
     """Finds the largest `data.max_tokens` whose micro-batches fit into the memory of every rank (collective).
 
     Each rank tries growing micro-batches on a copy of the plain module, before there is an engine: no rank waits for
-    one that is out of memory. Memory grows linearly with the tokens, so the last two sizes predict the next.
+    one that is out of memory. Memory grows linearly with the tokens, so the last two sizes predict the next. Raises
+    UserError: two sentences of data.filters.max_tokens do not fit on some rank; raised on every rank.
 
     Args:
         state_bytes: weights, gradients and optimizer state of a rank in training.
         progress: called before each micro-batch.
-
-    Raises:
-        UserError: two sentences of data.filters.max_tokens do not fit on some rank; raised on every rank.
     """
     # state_bytes includes the weights, and the module's weights are in memory already.
     held = 0 if ranks.device.type == "cuda" else sum(p.numel() * p.element_size() for p in module.parameters())

@@ -74,11 +74,8 @@ class LossMonitor:
         self._since_step = int(state.get("since_step", 0))
 
     def add(self, step: int, loss: float) -> None:
-        """Adds the mean loss of a step over all ranks.
-
-        Raises:
-            Diverged: this was the last of PATIENCE_STEPS steps in a row that were out of bounds.
-        """
+        """Adds the mean loss of a step over all ranks. Raises Diverged: this was the last of PATIENCE_STEPS steps in a
+        row that were out of bounds."""
         if math.isfinite(loss) and not (self._count >= WINDOW_STEPS and loss > self._bound()):
             self._out_of_bounds = 0
             self._include(loss)
@@ -155,11 +152,7 @@ class Recovery:
 
 
 def read_recovery(run_dir: RunDir) -> Recovery:
-    """Reads divergence.json; without the file nothing changes.
-
-    Raises:
-        UserError: the file is damaged, or not ours.
-    """
+    """Reads divergence.json; without the file nothing changes. Raises UserError: the file is damaged, or not ours."""
     events = _read_events(run_dir)
     ends = [number for number, event in enumerate(events) if event.policy == "stop"]
     return Recovery(
@@ -191,14 +184,12 @@ def first_bad_step(run_dir: RunDir, diverged: Diverged) -> int:
 def recover(
     run_dir: RunDir, settings: DivergenceConfig, precision: str, diverged: Diverged, good_step: int
 ) -> Recovery:
-    """Decides how the run continues, and records it (rank 0, after the bad checkpoints were set aside).
+    """Decides how the run continues, and records it (rank 0, after the bad checkpoints were set aside). Raises
+    UserError: the run ends here: the policy is "stop", or has no further means.
 
     Args:
         precision: training.precision.
         good_step: step of the checkpoint that the run resumes from; 0: from scratch.
-
-    Raises:
-        UserError: the run ends here: the policy is "stop", or has no further means.
     """
     before = read_recovery(run_dir)
     end = _reason_to_end(settings, precision, before)

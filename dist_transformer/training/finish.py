@@ -33,11 +33,8 @@ class RunEnd:
         self._run, self.tracker, self._is_closed = run, tracker, False
 
     def draw_report(self) -> None:
-        """Makes the report, for the run's artifacts (collective). A run that is not tracked gets none.
-
-        Raises:
-            Stopped: on every rank: a rank was asked to stop.
-        """
+        """Makes the report, for the run's artifacts (collective). A run that is not tracked gets none. Raises Stopped:
+        on every rank: a rank was asked to stop."""
 
         run = self._run
 

@@ -113,11 +113,8 @@ class GlobalBatchPrefetcher:
         self._fetch_seconds = 0.0 if is_first else time.monotonic() - started
 
     def next(self) -> GlobalBatch:
-        """Returns the step that was prefetched, with its sums (collective). `pairs` is 0 at the end of an epoch.
-
-        Raises:
-            UserError: a rank could not read its data; every rank raises the same error.
-        """
+        """Returns the step that was prefetched, with its sums (collective). `pairs` is 0 at the end of an epoch. Raises
+        UserError: a rank could not read its data; every rank raises the same error."""
         started = time.monotonic()
         totals: dict[str, int] = dict(zip(self._names, self._totals.wait().tolist(), strict=True))
         padded = [totals[f"padded in lane {lane}"] for lane in range(self._num_lanes)]
@@ -186,11 +183,8 @@ Step = TypeVar("Step", bound=Any)
 
 
 def next_with_pairs(fetch: Callable[[], Step], start_epoch: Callable[[], None], max_epochs: int | None) -> Step | None:
-    """Returns the next step that has pairs, if necessary of the next epoch; None after the last epoch.
-
-    Raises:
-        DataError: on every rank: a whole epoch has no pairs.
-    """
+    """Returns the next step that has pairs, if necessary of the next epoch; None after the last epoch. Raises
+    DataError: on every rank: a whole epoch has no pairs."""
     for _ in range(3):  # the end of an epoch, a short one before a new stage of a mixture, and the next from its start
         step = fetch()
         if max_epochs is not None and step.epoch >= max_epochs:  # lowered since the last start

@@ -37,10 +37,8 @@ class Found:
 def initialise(run: Run, model: Transformer) -> dict[str, str]:
     """Loads the weights of `training.init_from` into the fp32 model on the CPU (collective); rank 0 logs which.
 
-    Returns the values to track: the folder that was used, and the SHA-256 of its weights.
-
-    Raises:
-        UserError: the same on every rank: there is no such model, or it does not fit.
+    Returns the values to track: the folder that was used, and the SHA-256 of its weights. Raises UserError: the same on
+    every rank: there is no such model, or it does not fit.
     """
     config, tokenizer = run.config, run.manifest.tokenizer
     doing = run.doing("reading the weights of training.init_from")

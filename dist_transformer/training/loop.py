@@ -66,21 +66,15 @@ class Loop:
         self._weightless = _weightless(run.manifest.special)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resumes from the state of a checkpoint, but for `TrainState`.
-
-        Raises:
-            Diverged: the checkpoint was saved while the loss was running away.
-        """
+        """Resumes from the state of a checkpoint, but for `TrainState`. Raises Diverged: the checkpoint was saved while
+        the loss was running away."""
         self._metrics.restore(state["interval"])
         self._validation.restore(state, self._identity["settings"])
         self._agreement.restore(state["losses_to_judge"])
 
     def run(self) -> bool:
-        """Trains until the end (True) or a stop request (False; collective). A checkpoint of the last step is there then.
-
-        Raises:
-            Diverged: on every rank, at the same step.
-        """
+        """Trains until the end (True) or a stop request (False; collective). A checkpoint of the last step is there
+        then. Raises Diverged: on every rank, at the same step."""
         try:
             self._train()
             is_finished = True

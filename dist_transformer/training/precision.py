@@ -15,10 +15,7 @@ FP16_ON_CPU = "DIST_TRANSFORMER_FP16_ON_CPU"
 
 def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
     """Replaces the precision `auto` in the configuration, and returns a message for the log too; "" if it was given.
-
-    Raises:
-        UserError: on every rank: this machine cannot train in that precision, or another setting forbids it.
-    """
+    Raises UserError: on every rank: this machine cannot train in that precision, or another setting forbids it."""
     said = ""
     if config.training.precision == "auto":
         config = with_precision(config, "fp16" if has_gpu else "fp32")

@@ -45,11 +45,8 @@ log = logging.getLogger(__name__)
 
 
 def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Terminal) -> int:
-    """Trains as the rank that the environment names; alone without RANK. Returns the exit code.
-
-    Raises:
-        UserError: on every rank; the process must then leave without touching its group.
-    """
+    """Trains as the rank that the environment names; alone without RANK. Returns the exit code. Raises UserError: on
+    every rank; the process must then leave without touching its group."""
     _allow_open_files()
     config, precision = resolve_precision(config, has_gpus())
     folder, manifest = prepare_for_training(config, stop)

@@ -106,10 +106,7 @@ class RunData:
 
     def position_of(self, checkpoint: Checkpoint) -> Position:
         """Returns the position from which `checkpoint` resumes, cut into other lanes if data.reslice_from allows that.
-
-        Raises:
-            CheckpointError: another version wrote it, or values that decide the order of the data have changed.
-        """
+        Raises CheckpointError: another version wrote it, or values that decide the order of the data have changed."""
         position = position_from_json(checkpoint.state["position"], str(checkpoint.path / STATE))
         lanes_before = len(position.lanes)
         allowed = {"data.lanes"} if lanes_before == self.config.data.reslice_from else set()

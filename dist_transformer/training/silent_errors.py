@@ -79,11 +79,8 @@ class SilentErrors:
         self._has_audited, self._repeats, self._compared_step = False, 0, -1
 
     def compare(self, step: int) -> None:
-        """Compares the state that ranks hold alike, once a step (collective).
-
-        Raises:
-            MachineError: on every rank: a rank holds something else, or its memory changed at rest.
-        """
+        """Compares the state that ranks hold alike, once a step (collective). Raises MachineError: on every rank: a
+        rank holds something else, or its memory changed at rest."""
         if step == self._compared_step:
             return
         self._compared_step = step
@@ -122,12 +119,9 @@ class SilentErrors:
             self._found.append((theirs, [(other, their_sums), (self._ranks.rank, computed)]))
 
     def must_repeat(self, step: int) -> bool:
-        """True if a gradient of the step about to be made was wrong on some rank (collective). Names that rank, and asks for
-        a stop if its node is now excluded.
-
-        Raises:
-            MachineError: on every rank: the step was wrong too often.
-        """
+        """True if a gradient of the step about to be made was wrong on some rank (collective). Names that rank, and
+        asks for a stop if its node is now excluded. Raises MachineError: on every rank: the step was wrong too
+        often."""
         if not self._has_audited:
             return False
         self._has_audited = False
@@ -182,11 +176,8 @@ class SilentErrors:
 
 
 def begin_checks(run: Run, engine: Engine) -> SilentErrors:
-    """Begins the checks of a start (collective).
-
-    Raises:
-        UserError: on every rank: the machines are of different kinds, and what is to be equal on all would not be.
-    """
+    """Begins the checks of a start (collective). Raises UserError: on every rank: the machines are of different kinds,
+    and what is to be equal on all would not be."""
     device, training = run.ranks.device, run.config.training
     mine = (host_name(), machine_name(device), torch.get_num_threads())
     nodes, kinds, threads = zip(*run.ranks.all_gather_object(mine), strict=True)

@@ -61,13 +61,11 @@ log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> tuple[bool, int]:
-    """Trains from the newest complete checkpoint until the end of the run, a stop or a divergence (collective).
+    """Trains from the newest complete checkpoint until the end of the run, a stop or a divergence (collective). Raises
+    Diverged: on every rank; the checkpoint in flight is complete, and the records are closed.
 
     Returns:
         True if the run has finished, False if it was stopped; and the last step.
-
-    Raises:
-        Diverged: on every rank; the checkpoint in flight is complete, and the records are closed.
     """
     checkpoint = run_on_rank_zero(run.ranks, lambda: _newest(run), run.doing("checking the checkpoints"))
     run = settle_config(run, checkpoint)

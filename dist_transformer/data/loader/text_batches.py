@@ -24,11 +24,8 @@ def text_batches(
     max_positions: int | None,
     name: str,
 ) -> Iterator[MicroBatch]:
-    """Yields every pair once, in micro-batches of similar lengths; a pair above the budget has its own.
-
-    Raises:
-        DataError: a side is longer than `max_positions`; the message names the line of the corpus `name`.
-    """
+    """Yields every pair once, in micro-batches of similar lengths; a pair above the budget has its own. Raises
+    DataError: a side is longer than `max_positions`; the message names the line of the corpus `name`."""
     for first in range(0, len(sources), CHUNK_PAIRS):
         chunk = slice(first, first + CHUNK_PAIRS)
         encoded = tokenizer.encode_source(sources[chunk]), tokenizer.encode_target(targets[chunk])

@@ -72,11 +72,8 @@ class WindowBuilder:
         self._reader, self._max_tokens, self._special, self._seed = reader, max_tokens, special, seed
 
     def build(self, request: WindowRequest) -> Window:
-        """Builds the window of a request, without micro-batches if all its rows are dropped or quarantined.
-
-        Raises:
-            DataError: a row group cannot be read.
-        """
+        """Builds the window of a request, without micro-batches if all its rows are dropped or quarantined. Raises
+        DataError: a row group cannot be read."""
         key = request.key
         read = self._reader.read(request)
         random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)

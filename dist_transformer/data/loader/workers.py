@@ -54,12 +54,10 @@ class LoaderSettings:
 
 class WindowStream:
     """Windows by request, built by `num_workers` processes once requested; without processes, when they are taken.
+    Raises MachineError: the processes cannot be started.
 
     Args:
         here: requests that are built in this process when they are taken, without `ask`.
-
-    Raises:
-        MachineError: the processes cannot be started.
     """
 
     def __init__(self, builder: WindowBuilder, here: set[WindowRequest], settings: LoaderSettings) -> None:
@@ -141,11 +139,8 @@ class _LoaderProcess:
             self._socket.send(request)
 
     def next_built(self, seconds: float) -> Built:
-        """Returns its next result; queue.Empty if that does not arrive within these seconds.
-
-        Raises:
-            MachineError: the process was killed.
-        """
+        """Returns its next result; queue.Empty if that does not arrive within these seconds. Raises MachineError: the
+        process was killed."""
         built = self._arrived.get(timeout=max(seconds, 0))
         if built is None:
             raise self._ended()

@@ -190,10 +190,7 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
 
 def read_held_out(config: Config) -> HeldOut | None:
     """Reads the sentences that no training corpus may have, on either side; None if there are none, or the rule is off.
-
-    Raises:
-        DataError: one of the corpora cannot be read.
-    """
+    Raises DataError: one of the corpora cannot be read."""
     data, keys = config.data, list[Keys]()
     filters = [data.filters_of(corpus) for corpus in data.training_corpora().values()]
     forms = (str, without_markup) if any("markup" in each.thresholds() for each in filters) else (str,)

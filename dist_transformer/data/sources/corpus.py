@@ -67,16 +67,14 @@ def read_corpus(
     wanted: Callable[[int], bool] = lambda first_row: True,
     scores: Iterable[str] = (),
 ) -> Iterator[RawBatch]:
-    """Yields the pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
+    """Yields the pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch). Raises DataError: a
+    missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row, a score that is no
+    number, more or fewer scores than pairs.
 
     Args:
         wanted: called once for each batch, with the number of its first row, before it is decoded; if it returns False
             the batch is skipped as cheaply as the source allows.
         scores: columns of quality scores in a table, or files of them beside text files.
-
-    Raises:
-        DataError: a missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row, a score
-            that is no number, more or fewer scores than pairs.
     """
     readers = ReaderChain(_readers(corpus, data))
     columns = {name: ReaderChain(_score_readers(corpus, data, name)) for name in scores}

@@ -23,12 +23,9 @@ def missing_pieces(model: Path, pieces: Sequence[str]) -> list[str]:
 
 
 def add_pieces(model: Path, pieces: Sequence[str], out: Path) -> None:
-    """Writes the model with `pieces`, which it does not have, appended to its own; completely or not at all.
-
-    Raises:
-        DataError: the file is no model, or a piece is empty, contains a space or an invisible character, or would not
-            be kept as one piece.
-    """
+    """Writes the model with `pieces`, which it does not have, appended to its own; completely or not at all. Raises
+    DataError: the file is no model, or a piece is empty, contains a space or an invisible character, or would not be
+    kept as one piece."""
     proto = read_pieces_file(model)
     for piece in pieces:
         if not piece.strip(BLANK) or not piece.translate(JOINERS).isprintable() or " " in piece:

@@ -58,31 +58,23 @@ def folder_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in the name of a checkpoint's folder.
-
-    Raises:
-        ValueError: the folder has another name, or one with a suffix.
-    """
+    """Returns the step in the name of a checkpoint's folder. Raises ValueError: the folder has another name, or one
+    with a suffix."""
     return int(path.name.removeprefix("step_"))
 
 
 def saved(run_dir: RunDir) -> list[Path]:
-    """Returns the checkpoint folders with a manifest, oldest first; their content is not checked for damage.
-
-    Raises:
-        MachineError: the disk does not answer; also raised by the other functions here that read checkpoints.
-    """
+    """Returns the checkpoint folders with a manifest, oldest first; their content is not checked for damage. Raises
+    MachineError: the disk does not answer; also raised by the other functions here that read checkpoints."""
     return [path for path in _named(run_dir) if is_file(path / MANIFEST)]
 
 
 def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     """Returns the newest undamaged checkpoint of this run, or None if there is none at all. Renames others `.damaged`.
 
-    Rank 0 only, with the run folder's lock held: it also deletes the files of a killed save.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is complete, or there were some: a run never silently starts again
-            from scratch. Or the newest complete one is of another version of the format.
+    Rank 0 only, with the run folder's lock held: it also deletes the files of a killed save. Raises CheckpointError:
+    there are checkpoints, but none is complete, or there were some: a run never silently starts again from scratch. Or
+    the newest complete one is of another version of the format.
     """
     refresh(run_dir.checkpoints)  # another machine may have saved since this one looked last
     for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
@@ -159,10 +151,8 @@ def _delete_aside_but(newest: list[Path]) -> None:
 def damage(path: Path, run_id: str | None = None) -> str | None:
     """Returns the damage of a checkpoint folder ("state_0.safetensors: SHA-256 differs ...") or None; reads every byte.
 
-    `run_id`: the run that it must belong to; None: any.
-
-    Raises:
-        MachineError: it cannot be read now: this is no damage, and no reason to set it aside.
+    `run_id`: the run that it must belong to; None: any. Raises MachineError: it cannot be read now: this is no damage,
+    and no reason to set it aside.
     """
     if not is_file(path / MANIFEST):
         return f"{MANIFEST} is missing, or no file that can be read"

@@ -49,10 +49,8 @@ def write_final_model(
     Returns a description: "average of step_00000003, step_00000006", "moving average of step_00000006".
 
     Checkpoints of stops are not used, so that a stopped run gives the same model as one without stops. Nor are damaged
-    ones and those of other runs, with a warning.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint, or none with the required validation or moving average.
+    ones and those of other runs, with a warning. Raises CheckpointError: there is no complete checkpoint, or none with
+    the required validation or moving average.
     """
     asked, choice = choice, choice or Averaged.of(config.checkpoints)
     metric = config.validation.metric

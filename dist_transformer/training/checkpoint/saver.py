@@ -57,11 +57,8 @@ class CheckpointSaver:
         self._stood_still(time.monotonic() - started)
 
     def save_last(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Saves this step and waits for the end of it (collective).
-
-        Raises:
-            MachineError: on every rank: the checkpoint could not be saved.
-        """
+        """Saves this step and waits for the end of it (collective). Raises MachineError: on every rank: the checkpoint
+        could not be saved."""
         self.save(step, state)
         if self._done != step:
             self._finish(is_last=True)

@@ -41,11 +41,8 @@ def file_name(rank: int) -> str:
 
 
 def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
-    """Writes one rank's fragments by "part/name", and their starts in the flattened tensors.
-
-    Raises:
-        OSError, SafetensorError: the file could not be written.
-    """
+    """Writes one rank's fragments by "part/name", and their starts in the flattened tensors. Raises OSError,
+    SafetensorError: the file could not be written."""
     save_file(dict(fragments), path, metadata={"starts": json.dumps(starts, sort_keys=True)})
     share_as_folder(path)
 
@@ -57,11 +54,8 @@ def file_bit_sum(path: Path) -> int:
 
 
 def check_version(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuses the state.json of another format.
-
-    Raises:
-        CheckpointError: the version differs; the message says what to do.
-    """
+    """Refuses the state.json of another format. Raises CheckpointError: the version differs; the message says what to
+    do."""
     if (version := state.get("version")) != VERSION:
         age = "an older" if isinstance(version, int) and version < VERSION else "another"
         raise CheckpointError(
@@ -175,10 +169,7 @@ class StateFiles:
 
     def read(self, part: str, name: str, start: int, stop: int) -> Tensor | None:
         """Reads elements [start, stop) of the flattened tensor; None if the checkpoint has no such moment or average.
-
-        Raises:
-            CheckpointError: there is no such weight, or the tensor has fewer elements.
-        """
+        Raises CheckpointError: there is no such weight, or the tensor has fewer elements."""
         pieces = self._pieces.get(f"{part}/{name}")
         if pieces is None:
             if part == "weight":
@@ -232,13 +223,11 @@ def _open(file: Path) -> Any:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The complete fp32 weights of a checkpoint by parameter name, each read on access.
+    """The complete fp32 weights of a checkpoint by parameter name, each read on access. Raises CheckpointError: as in
+    `StateFiles`; or there is no such part.
 
     Args:
         part: "ema" for their moving average; parameters without one (frozen ones) give their weight.
-
-    Raises:
-        CheckpointError: as in `StateFiles`; or there is no such part.
     """
 
     def __init__(self, path: Path, part: str = "weight") -> None:

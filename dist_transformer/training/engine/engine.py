@@ -185,10 +185,7 @@ class Engine:
 
     def step(self, learning_rate: float) -> bool:
         """Applies one optimizer update. False: the gradient was not finite, and only fp16's loss scale has changed.
-
-        Raises:
-            Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing has changed.
-        """
+        Raises Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing has changed."""
         if self._resting is None:
             return self._step(learning_rate)
         self._resting.check("gradients", self._gradients())

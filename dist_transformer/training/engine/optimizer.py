@@ -26,11 +26,8 @@ def parameter_names(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Excludes the parameters that the patterns name from training.
-
-    Raises:
-        UserError: a pattern names no parameter, or no parameter is left to train.
-    """
+    """Excludes the parameters that the patterns name from training. Raises UserError: a pattern names no parameter, or
+    no parameter is left to train."""
     named = [(_model_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
     for problem in unknown_patterns(patterns, [name for name, _ in named]):
         raise UserError(problem).agreed()

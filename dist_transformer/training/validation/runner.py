@@ -92,11 +92,8 @@ class Validator:
         self._translate = translate or (lambda sets, _: iter([Translated(())] * len(sets)))
 
     def validate(self, step: int, progress: Progress) -> Validated:
-        """Measures every corpus with the current weights (collective). Weights and random states do not change.
-
-        Raises:
-            Stopped, WorkFailed: on every rank, as in `in_rounds`.
-        """
+        """Measures every corpus with the current weights (collective). Weights and random states do not change. Raises
+        Stopped, WorkFailed: on every rank, as in `in_rounds`."""
         measured = [self._measure(each, progress) for each in self.sets]
         values: dict[str, float | str] = {}
         samples = []
@@ -151,11 +148,9 @@ def measure_tokens(
     receives the preceding reference tokens.
 
     Rank r takes the micro-batches r, r + W, ...; if W does not divide their number, some ranks compute one more that is
-    not counted: ZeRO 3 needs the same number of forward passes on every rank. `progress` is called after each.
-
-    Raises:
-        Stopped, WorkFailed: on every rank, as `in_rounds` does. In ZeRO 3, whose passes are collectives, the rank that
-            fails raises its error alone.
+    not counted: ZeRO 3 needs the same number of forward passes on every rank. `progress` is called after each. Raises
+    Stopped, WorkFailed: on every rank, as `in_rounds` does. In ZeRO 3, whose passes are collectives, the rank that
+    fails raises its error alone.
     """
     sums = torch.zeros(4, dtype=torch.float64)
 

@@ -63,11 +63,8 @@ class ValidationSchedule:
         self.is_due = is_last or step % self._settings.every_steps == 0
 
     def validate(self, step: int, progress: Callable[[], None]) -> None:
-        """Measures the validation corpora, once for a step (collective). A failure is reported and ends nothing.
-
-        Raises:
-            Stopped: on every rank; the state is as if the validation had not begun.
-        """
+        """Measures the validation corpora, once for a step (collective). A failure is reported and ends nothing. Raises
+        Stopped: on every rank; the state is as if the validation had not begun."""
         if self._must_validate(step):
             started = time.monotonic()
             try:

@@ -38,11 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def open_validator(run: Run, engine: Engine) -> Validator:
-    """Reads the corpora (collective).
-
-    Raises:
-        UserError: on every rank: a corpus cannot be read, a line of it is too long, or the plug-in fails.
-    """
+    """Reads the corpora (collective). Raises UserError: on every rank: a corpus cannot be read, a line of it is too
+    long, or the plug-in fails."""
     config, data = run.config, run.data
     run.watchdog.progress("reading the validation corpus")
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
@@ -62,11 +59,8 @@ def open_validator(run: Run, engine: Engine) -> Validator:
 
 def dry_run_of_validation(run: Run, validator: Validator) -> None:
     """Measures each corpus's largest micro-batches, and translates its longest lines (collective); records nothing.
-
-    Raises:
-        UserError: a rank is out of memory; raised on every rank, as WorkFailed is for any other failure. In ZeRO 3, whose
-            measuring consists of collectives, on that rank alone.
-    """
+    Raises UserError: a rank is out of memory; raised on every rank, as WorkFailed is for any other failure. In ZeRO 3,
+    whose measuring consists of collectives, on that rank alone."""
     tokenizer, search = load_tokenizer(run.data.folder, run.manifest.tokenizer), _search(run.config)
     doing, started, device = "the dry run of the largest batches of a validation", time.monotonic(), run.ranks.device
     sets = [
