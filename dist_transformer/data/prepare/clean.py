@@ -4,16 +4,19 @@
     OUT/NAME.dropped.tsv    dropped pairs: rule, number of the pair in the corpus from 1, source, target
     OUT/clean.json          counts, written last: a folder that has one is complete
 
-Rules that need the tokens are left to `prepare`. The files are made in OUT/.clean and renamed when all are complete; the
-command begins anew if it was killed.
+Rules that need the tokens are left to `prepare`. The files are made in OUT/.clean, which one process holds locked, and
+renamed when all are complete; the command begins anew if it was killed.
 """
 
 import os
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
@@ -21,6 +24,7 @@ from dist_transformer.data.prepare.chunks import BATCH_ROWS, CHUNK_ROWS
 from dist_transformer.data.prepare.duplicates import BatchKeys, Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.scan import ReportProgress, read_held_out
 from dist_transformer.data.sources.corpus import read_corpus
+from dist_transformer.errors import UserError
 from dist_transformer.files import flush_to_disk, read_json, write_json
 from dist_transformer.run.outputs import check_output, writing
 
@@ -31,15 +35,11 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
     """Writes the files of all training corpora; returns the content of clean.json.
 
     Raises:
-        UserError: `out` has something that is not ours, or cannot be written.
+        UserError: `out` has something that is not ours, another process cleans into it, or it cannot be written.
         DataError: a corpus cannot be read, or a rule cannot be applied to it.
     """
     check_output(out, "a folder of cleaned text", is_cleaned)
-    with writing(out):
-        work = out / WORK_FOLDER
-        _remove(work)
-        work.mkdir(parents=True)
-        (work / LABEL).touch()
+    with writing(out), _work_folder(out) as work:
         if (held_out := read_held_out(config)) is not None:
             held_out.save(work)
         cleaners = {name: Cleaner.of(name, config.data, work) for name in config.data.training_corpora()}
@@ -57,7 +57,6 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
             os.replace(path, out / path.name)
         report = {"corpora": {name: counts for name, (counts, _) in made.items()}}
         write_json(out / REPORT_NAME, report)
-        _remove(work)
     return report
 
 
@@ -71,11 +70,22 @@ def is_cleaned(folder: Path) -> bool:
         return False
 
 
-def _remove(work: Path) -> None:
-    """Removes the work folder with its files, the label last: what a killed process leaves is known as ours."""
-    if work.is_dir():
-        for path in sorted(work.iterdir(), key=lambda path: path.name == LABEL):
-            path.unlink()
+@contextmanager
+def _work_folder(out: Path) -> Iterator[Path]:
+    """Yields the work folder, locked by its label, which goes last: what a killed process leaves is known as ours."""
+    work, label = out / WORK_FOLDER, out / WORK_FOLDER / LABEL
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(label, fallback_to_soft=False).acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"{out}: another process cleans into it; wait until it has ended, or give another path") from None
+    with held:
+        for left_over in {*work.iterdir()} - {label}:
+            left_over.unlink()
+        yield work
+        for path in sorted(work.iterdir(), key=label.__eq__):
+            path.unlink()  # the label while it is held: no lock is taken on a file that is gone
+    with suppress(OSError):  # another process begins
         work.rmdir()
 
 

@@ -1,6 +1,8 @@
 """`data clean`: what is kept and what is dropped, with reasons, and nothing of anybody else is touched."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,24 @@ def test_data_clean_writes_over_nothing_that_is_not_ours_and_begins_anew_after_a
     clean.clean(config, out, lambda *_: None)
     assert len((out / "train.en").read_text().splitlines()) == 50
     assert not (out / ".clean").exists()
+
+
+def test_data_clean_is_refused_where_another_process_cleans_and_changes_nothing_there(tmp_path: Path):
+    config, out, said = config_in(tmp_path, PAIRS[:50], {}), tmp_path / "out", list[str]()
+    (tmp_path / "my.yaml").write_text(to_yaml(config), encoding="utf-8")
+
+    def start_another(*_: object) -> None:
+        if not said:
+            before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+            command = [sys.executable, "-m", "dist_transformer", "data", "clean", "my.yaml", "out"]
+            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+            assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+            said.append(f"{ended.returncode} {ended.stderr}")
+
+    clean.clean(config, out, start_another)
+    assert said == ["2 dist-transformer: out: another process cleans into it; wait until it has ended, or give another path\n"]
+    assert sorted(path.name for path in out.iterdir()) == ["clean.json", "train.de", "train.dropped.tsv", "train.en"]
+    assert len((out / "train.en").read_text().splitlines()) == 50
 
 
 def test_data_clean_names_the_sides_where_both_languages_are_the_same(tmp_path: Path):
