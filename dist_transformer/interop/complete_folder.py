@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from dist_transformer.files import flush_to_disk
@@ -20,7 +22,7 @@ def complete_folder(
 
     Args:
         kind, is_own: as for check_output, to recognise an older folder.
-        own_files: files of an older folder that are replaced; others stay in it.
+        own_files: files of an older folder that go, besides those that the block writes anew; others stay in it.
 
     Raises:
         UserError: the path holds something else or cannot be written.
@@ -28,10 +30,10 @@ def complete_folder(
     """
     check_output(folder, kind, is_own)
     real = Path(os.path.realpath(folder))  # a link stays a link
-    temporary = real.with_name(f".{real.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = real.with_name(f".{real.name}.{time.time_ns()}.tmp")
     with writing(folder):
         try:
+            _clear_up(real, is_own)
             real.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             yield temporary
@@ -44,19 +46,31 @@ def complete_folder(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _clear_up(folder: Path, is_own: Callable[[Path], bool]) -> None:
+    """Brings back an older folder that a killed process had moved aside; removes half-written ones after a day."""
+    names = f".{escape(folder.name)}.*[0-9]"
+    aside = [old for old in folder.parent.glob(f"{names}.old") if is_own(old)]
+    if aside and not folder.exists():
+        os.rename(max(aside, key=lambda old: old.stat().st_ctime), folder)
+    with suppress(OSError):  # another process removes them
+        for torn in folder.parent.glob(f"{names}.tmp"):
+            if time.time() - torn.stat().st_ctime > 24 * 3600:
+                shutil.rmtree(torn)
+
+
 def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
-    """Renames `temporary` to `folder` and moves everything but `own_files` from an older folder into it."""
-    if not folder.exists() or not any(folder.iterdir()):
-        os.rename(temporary, folder)
-        flush_to_disk(folder.parent)
-        return
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    os.rename(folder, old)
+    """Renames `temporary` to `folder`, with what it lacks of an older folder but for `own_files`, whenever it is killed."""
+    old, gone = temporary.with_suffix(".old"), {str(folder): [*own_files, *os.listdir(temporary)]}
+    if folder.exists():
+        shutil.copytree(folder, temporary, True, lambda at, _: gone.get(at, []), _link, dirs_exist_ok=True)
+        os.rename(folder, old)
     os.rename(temporary, folder)
     flush_to_disk(folder.parent)
-    for path in old.iterdir():
-        if path.name in own_files:
-            path.unlink()
-        else:
-            os.rename(path, folder / path.name)
-    old.rmdir()
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the disk has no hard links, or not for this user
+        shutil.copy2(source, target)

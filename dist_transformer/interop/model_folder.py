@@ -102,8 +102,7 @@ def save_model_folder(
     else:
         header["plugin_sha256"] = file_sha256(plugin_file)
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
-    own_card = [CARD] if MARK in read_card(folder / CARD) else []  # without its mark it is the user's
-    with complete_folder(folder, MODEL_FOLDER, is_model_folder, [*FILES, *own_card]) as temporary:
+    with complete_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
         try:
             save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -116,7 +115,8 @@ def save_model_folder(
             shutil.copyfile(plugin_file, temporary / PLUGIN)
         write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
         parameters = sum(tensor.numel() for tensor in contiguous.values())
-        write_text(temporary / CARD, model_card(config, asdict(information), parameters, origin, folder / CARD))
+        if MARK in read_card(folder / CARD) or not (folder / CARD).exists():  # without its mark it is the user's
+            write_text(temporary / CARD, model_card(config, asdict(information), parameters, origin, folder / CARD))
 
 
 def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:

@@ -103,6 +103,14 @@ def test_a_new_model_gets_a_new_card_with_the_licence_of_the_old_one(folder: Pat
     assert "Not evaluated yet" in text_of(folder)
 
 
+def test_a_model_that_a_killed_process_left_aside_comes_back_before_the_new_one_takes_its_licence(folder: Path) -> None:
+    (folder / CARD).write_text(text_of(folder).replace("license: unknown", "license: cc-by-4.0"))
+    folder.rename(folder.with_name(".model.4711.old"))
+    save(folder)
+    assert "license: cc-by-4.0\n" in text_of(folder)
+    assert not folder.with_name(".model.4711.old").exists()
+
+
 def test_a_card_without_the_mark_is_the_users(folder: Path) -> None:
     own = text_of(folder).replace(MARK + "\n", "").replace("## Data", "## My data")
     (folder / CARD).write_text(own)

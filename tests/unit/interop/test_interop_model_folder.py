@@ -1,6 +1,10 @@
 """What is saved is what is loaded; what is damaged is named."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +104,57 @@ def test_a_save_that_fails_leaves_the_older_folder_as_it_was(save_small_model: S
         saved.save()
     assert (saved.folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in saved.folder.parent.iterdir()] == ["model"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dist_transformer.interop.complete_folder import complete_folder
+
+def killing(audited: str, arguments: tuple) -> None:
+    if audited in ("os.rename", "shutil.rmtree") and ".model." in str(arguments[0]) + str(arguments[1]):
+        left.append(audited)
+        if len(left) == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+left = []
+sys.addaudithook(killing)
+with complete_folder(Path(sys.argv[1]), "a model folder", Path.is_dir, ["config.json"]) as folder:
+    (folder / "config.json").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_what_a_user_put_into_a_folder_survives_a_kill_while_it_is_replaced(moment: int, tmp_path: Path) -> None:
+    folder, own = tmp_path / "model", {"README.md": "mine", "notes/today.txt": "mine"}
+    for name, text in {**own, "config.json": "old"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "link").symlink_to("nowhere")
+    program = [sys.executable, "-c", KILLED, str(folder)]
+    assert subprocess.run([*program, str(moment)], check=False).returncode == -signal.SIGKILL
+    assert folder.exists() == (moment != 2)  # between the two renames it is neither the old nor the new one
+    for name in own if folder.exists() else ():
+        assert (folder / name).read_text() == "mine"
+    subprocess.run([*program, "0"], check=True)
+    assert {name: (folder / name).read_text() for name in [*own, "config.json"]} == {**own, "config.json": "new"}
+    assert (folder / "link").is_symlink()
+
+
+def test_a_half_written_folder_of_a_killed_process_goes_after_a_day(
+    save_small_model: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_small_model()
+    torn, other = (saved.folder.with_name(name) for name in (".model.4711.tmp", ".models.4711.tmp"))
+    for folder in (torn, other):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    saved.save()
+    assert torn.is_dir()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+    saved.save()
+    assert sorted(path.name for path in saved.folder.parent.iterdir()) == [other.name, "model"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "source.model"])
