@@ -19,7 +19,7 @@ from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.plugins import Plugin, find, measure_of
-from dist_transformer.run.evaluations import entries_of
+from dist_transformer.run.evaluations import OF_TEXTS, entries_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 from dist_transformer.run.records import read_record
@@ -235,11 +235,12 @@ def scored(
             of_text = {"pairs": total, **pairs.digests(), "target_language": language}
             scores = {**measured, **of_text, "step": information.step, **search.model_dump(), **of_model}
             if run is not None and keep:
-                write_json(run[1].evaluation / f"{name}.json", scores)
-                write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
-                for number, lines in enumerate(pairs.references, start=1):  # by which `compare` tells significance
-                    text = "".join(line.replace("\n", " ") + "\n" for line in lines)
-                    write_text(run[1].evaluation / f"{name}.reference{number}", text)
+                kept = [translations, *([line.replace("\n", " ") for line in lines] for lines in pairs.references)]
+                digest = _digest([line for lines in kept for line in lines])
+                write_json(run[1].evaluation / f"{name}.json", {**scores, OF_TEXTS: digest})
+                for number, lines in enumerate(kept):  # by which `compare` tells significance
+                    ending = f"reference{number}" if number else "translations"
+                    write_text(run[1].evaluation / f"{name}.{ending}", "".join(f"{line}\n" for line in lines))
                 add_scores(model, name, scores)
             found.append(Scored(name, information.step, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))

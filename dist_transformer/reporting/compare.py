@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dist_transformer.reporting.html import render
 from dist_transformer.reporting.page import charts
 from dist_transformer.reporting.run_history import PLACES, PreparedCorpus, Record, RunStory, settings_that_differ
 from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
-from dist_transformer.run.evaluations import search_of
+from dist_transformer.run.evaluations import OF_TEXTS, search_of
 from dist_transformer.run.goodput import goodput_text
 
 Named = tuple[str, RunStory]
@@ -174,8 +175,8 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
 
 def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
     """Yields p-values of the BLEU of runs scored alike, against the first whose translations and references are there."""
-    texts = [_kept_texts(story.run_dir.evaluation, name) if name in story.evaluations else [] for _, story in stories]
     scores = [story.evaluations.get(name, {}) for _, story in stories]
+    texts = [_kept_texts(story.run_dir.evaluation, name, s) for (_, story), s in zip(stories, scores, strict=True)]
     hows = [(text[1:], search_of(s), s.get("bleu_signature")) for text, s in zip(texts, scores, strict=True)]
     base = next((place for place, text in enumerate(texts) if text), 0)
     alike = {place: text[0] for place, text in enumerate(texts) if text and hows[place] == hows[base]}
@@ -187,15 +188,17 @@ def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
         yield Row(f"evaluated: {name} BLEU, p against {baseline} (paired bootstrap)", cells)
 
 
-def _kept_texts(folder: Path, name: str) -> list[list[str]]:
-    """The translations and the references that `evaluate` kept, by line; empty: they are not there, or do not fit."""
+def _kept_texts(folder: Path, name: str, scores: Record) -> list[list[str]]:
+    """The translations and the references that `evaluate` kept, by line; empty: not there, or not those of the scores."""
     references = takewhile(Path.is_file, (folder / f"{name}.reference{number}" for number in count(1)))
     try:
-        files = [folder / f"{name}.translations", *references]
-        lines = [file.read_bytes().decode("utf-8").split("\n")[:-1] for file in files]
+        texts = [file.read_bytes() for file in (folder / f"{name}.translations", *references)]
+        lines = [text.decode("utf-8").split("\n")[:-1] for text in texts]
     except (OSError, UnicodeDecodeError):
         return []
-    return lines if len(lines) > 1 and lines[0] and len({*map(len, lines)}) == 1 else []
+    digest = sha256(b"".join(texts)).hexdigest()
+    fits = scores.get(OF_TEXTS, digest) == digest and len(lines) > 1 and lines[0] and len({*map(len, lines)}) == 1
+    return lines if scores and fits else []
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

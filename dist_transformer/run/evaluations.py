@@ -8,9 +8,9 @@ from dist_transformer.files import file_sha256
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import Record, read_record
 
-OF_MODEL, OF_FILE = "model_sha256", "model_file"
+OF_MODEL, OF_FILE, OF_TEXTS = "model_sha256", "model_file", "texts_sha256"
 """Entries of a file in evaluation/ that identify the weights file of the model that was scored: its SHA-256; its size and
-modification time, which spare the reading of a file that is still the same."""
+modification time, which spare the reading of a file that is still the same; SHA-256 of translations and references."""
 
 SEARCH = DecodingConfig().model_dump(exclude={"max_tokens", "n_best"})
 """Settings of a search on which the translations depend, with the defaults, which hold for a version without them."""

@@ -58,6 +58,8 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     assert f"BLEU  {kept['bleu']:.2f}  {kept['bleu_signature']}" in said
     assert "tok:13a" in kept["bleu_signature"]
     assert (kept["pairs"], kept["step"], kept["target_language"]) == (40, 9, "de")
+    texts = b"".join((trained / "evaluation" / f"test.{name}").read_bytes() for name in ("translations", "reference1"))
+    assert kept["texts_sha256"] == hashlib.sha256(texts).hexdigest()
     files = ("--source", small_corpus / "valid.en", "--target", small_corpus / "valid.de")
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
     assert "|tok:zh|" in command("evaluate", trained / "model", *files, "--language-pair", "en-zh")
