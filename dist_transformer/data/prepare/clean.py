@@ -78,7 +78,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
     try:
         held = FileLock(label, fallback_to_soft=False).acquire(timeout=0)
     except Timeout:
-        raise UserError(f"{out}: another process cleans into it; wait until it has ended, or give another path") from None
+        raise UserError(f"{out}: another process cleans into it; wait until it ends, or give another path") from None
     with held:
         for left_over in {*work.iterdir()} - {label}:
             left_over.unlink()

@@ -106,7 +106,9 @@ def test_data_clean_is_refused_where_another_process_cleans_and_changes_nothing_
             said.append(f"{ended.returncode} {ended.stderr}")
 
     clean.clean(config, out, start_another)
-    assert said == ["2 dist-transformer: out: another process cleans into it; wait until it has ended, or give another path\n"]
+    assert said == [
+        "2 dist-transformer: out: another process cleans into it; wait until it ends, or give another path\n"
+    ]
     assert sorted(path.name for path in out.iterdir()) == ["clean.json", "train.de", "train.dropped.tsv", "train.en"]
     assert len((out / "train.en").read_text().splitlines()) == 50
 
