@@ -15,7 +15,7 @@ import sentencepiece
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
-from dist_transformer.files import replacing
+from dist_transformer.files import MISPLACED, patiently, replacing
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ def train_tokenizer(
 
     `whole_pieces` become one piece each, at any place of a text; they are part of the vocabulary's size.
     Raises DataError if the text has too few different pieces, or too many characters, for the vocabulary; exceptions of
-    `sentences` pass through.
+    `sentences` pass through, and OSErrors of the disk.
     """
     size = round_up(settings.vocabulary_size)
     errors: list[BaseException] = []
@@ -76,7 +76,7 @@ def train_tokenizer(
                 num_threads=TRAINING_THREADS,
                 minloglevel=ERRORS_ONLY,
             )
-        except (RuntimeError, OSError, SystemError) as error:
+        except (RuntimeError, SystemError) as error:  # an OSError is of `writer`, and no fault of the text
             raise [*errors, _training_error(str(error), settings.type, size)][0] from None
 
 
@@ -240,9 +240,9 @@ def _load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
         raise DataError(f"{path}: no such file, expected a sentencepiece model (.model).")
     model = sentencepiece.SentencePieceProcessor()
     try:
-        model.load_from_serialized_proto(path.read_bytes())
+        model.load_from_serialized_proto(patiently(path, path.read_bytes, MISPLACED))
         pieces = model.get_piece_size()
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         raise DataError(f"{path}: not a complete sentencepiece model ({error}). Copy or train it again.") from error
     if pieces == 0:
         raise DataError(f"{path}: not a complete sentencepiece model (it has no pieces). Copy or train it again.")

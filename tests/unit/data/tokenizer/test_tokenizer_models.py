@@ -1,6 +1,7 @@
 """Training, loading and refusing sentencepiece models."""
 
 import io
+import resource
 from collections.abc import Iterator
 from itertools import islice
 from multiprocessing import get_context
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from dist_transformer import files
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer import tokenizer as tokenizer_module
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer, training_parts, with_sampling_seed
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 
 PAIRS = list(islice(demo_pairs("test"), 600))
 SENTENCES = [side for pair in PAIRS for side in pair]
@@ -136,6 +138,23 @@ def test_an_error_of_the_text_passes_through_training(tmp_path: Path):
 
     with pytest.raises(DataError, match=r"^line 11 is bad$"):
         train_tokenizer(broken(), TokenizerConfig(vocabulary_size=300), tmp_path / "model")
+
+
+def test_a_disk_that_is_full_or_fails_is_no_fault_of_the_text(tmp_path: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*model'"):
+            train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=300), tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_does_not_give_a_model_is_no_damage_of_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0,))
+    with pytest.raises(MachineError, match=r"^/proc/self/mem: cannot be read now .*Input/output error"):
+        Tokenizer.load(Path("/proc/self/mem"))
 
 
 def test_a_missing_model_is_named(tmp_path: Path):
