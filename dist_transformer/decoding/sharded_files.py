@@ -12,6 +12,7 @@ the folder. So a new start finds all finished parts, whichever process wrote the
 
 import codecs
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -107,6 +108,7 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
             f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "
             "and give < FILE"
         )
+    output = Path(os.path.realpath(output))  # a link stays a link
     check_output(output, "a translation", is_complete, is_file=True)  # before waiting for a lock where none can exist
     with _locked(output):
         if is_complete(output):

@@ -292,8 +292,9 @@ def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(
     model: Path, tmp_path: Path, quick_client: Path
 ) -> None:
     (tmp_path / "source").write_text("".join(f"{line}\n" for line in [*SOURCES, *SOURCES[:300]]), encoding="utf-8")
+    (tmp_path / "link").symlink_to("out")
     command = Command(tmp_path, quick_client)
-    arguments = ("translate", model, "--input", "source", "--output", "out", "--beam", 2)
+    arguments = ("translate", model, "--input", "source", "--output", "link", "--beam", 2)
     small = with_constants(
         {"decoding.sharded_files.SMALLEST_CHUNK_LINES": 9}
     )  # 100 parts: a stop comes before the last

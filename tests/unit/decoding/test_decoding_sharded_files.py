@@ -58,6 +58,24 @@ def test_parts_written_in_any_order_become_the_output_with_the_last(tmp_path: Pa
     assert parts.is_done(1), "nobody needs it any more"
 
 
+@pytest.mark.parametrize("there", [None, ""])
+def test_an_output_that_is_a_link_stays_one_and_the_parts_are_where_it_leads_to(
+    tmp_path: Path, there: str | None
+) -> None:
+    link, real = tmp_path / "link", tmp_path / "deep" / "real"
+    link.symlink_to("deep/real")
+    if there is not None:
+        real.parent.mkdir()
+        real.write_text(there)
+    opened(link, num_chunks=1).write(0, ["a"])
+    assert opened(link, num_chunks=1).join()
+    assert link.readlink() == Path("deep/real")
+    assert real.read_text() == "a\n"
+    assert names(tmp_path) == {"link", "deep"}
+    assert names(real.parent) == {"real", "real.plan.json"}
+    assert open_parts(link, PLAN, 1) is open_parts(real, PLAN, 1) is None
+
+
 def test_no_lines_give_an_empty_output(tmp_path: Path) -> None:
     assert opened(tmp_path / "out", 0).join()
     assert (tmp_path / "out").read_bytes() == b""
