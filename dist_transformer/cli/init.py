@@ -5,7 +5,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -127,10 +128,9 @@ def init_command(
         recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens), num_ranks=num_ranks,
         cluster=cluster, has_slurm=has_slurm, profile=profile,
     )  # fmt: skip
-    if splits:
-        parts = {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}
-        _write_text(data, parts, folder, found.pairs)
-    write_output(out, text)
+    parts = {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}
+    with _new_text(data, parts, folder, found.pairs) if splits else nullcontext():
+        write_output(out, text)
     load_config(out)
     if chosen:
         print(f"not asked, chosen: {', '.join(chosen)}")
@@ -152,8 +152,11 @@ def _files(source: Path, target: Path) -> CorpusConfig:
     return CorpusConfig(source=str(source.absolute()), target=str(target.absolute()))
 
 
-def _write_text(data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", folder: Path, num_pairs: int) -> None:
-    """Writes the held-out pairs and the others into a new folder, which is there complete or not at all."""
+@contextmanager
+def _new_text(
+    data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", folder: Path, num_pairs: int
+) -> Iterator[None]:
+    """Writes the held-out pairs and the others into a new folder; it gets its name, complete, once the block has succeeded."""
     from dist_transformer.data.sources.survey import write_splits
 
     assert data.train is not None
@@ -164,4 +167,5 @@ def _write_text(data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", fold
             new = Path(part.name) / "new"
             new.mkdir()
             write_splits(data.train, data, held_out, new, lambda pairs: show("holding out", pairs, num_pairs))
+            yield
             new.rename(folder)

@@ -142,6 +142,21 @@ def test_what_is_refused_says_why_and_writes_nothing(
     assert sorted(command.folder.iterdir()) == before
 
 
+def test_a_disk_too_full_for_the_configuration_keeps_no_text_and_the_same_command_goes_on(command: Command) -> None:
+    for name in ("few.en", "few.de"):
+        (command.folder / name).write_text("".join(f"{number} words\n" for number in range(40)))
+    before = sorted(command.folder.iterdir())
+    small = [*PROGRAM, "init", "few.en", "few.de", "--name", "few"]
+    limited = ["bash", "-c", 'ulimit -f 2; exec "$@"', "limited", *small]  # files of 2 kB, less than the configuration
+    ended = subprocess.run(limited, cwd=command.folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "few.yaml: cannot be written" in ended.stderr
+    assert "start again" in ended.stderr
+    assert sorted(command.folder.iterdir()) == before
+    command("init", "few.en", "few.de", "--name", "few")
+    assert len((command.folder / "few-text" / "train.en").read_text().splitlines()) == 38
+
+
 def test_no_torch_is_imported(command: Command) -> None:
     program = "import sys; from dist_transformer.cli.main import app; app(sys.argv[1:], standalone_mode=False)"
     check = "; assert not {'torch', 'datasets', 'mlflow'} & sys.modules.keys()"
