@@ -58,7 +58,7 @@ def init_command(
     Without a terminal, or with --yes, what no option gives is chosen and said.
     """
     chosen: list[str] = []
-    is_asked = not yes and sys.stdin.isatty() and sys.stdout.isatty()
+    is_asked = not yes and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
     def ask(question: str, given: Any, proposed: Any, choices: list[str] | None = None) -> Any:
         if given is None and is_asked:

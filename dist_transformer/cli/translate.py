@@ -89,6 +89,8 @@ def translate_command(
         raise UserError("--plugin: a network of your own has no alignment, and CTranslate2 does not know it")
     if (source is None) != (output is None):
         raise UserError("--input and --output belong together: give both, or neither")
+    if source is None and sys.stdin is None:
+        raise UserError("standard input: is closed, expected lines: give < FILE, or --input and --output")
     if source is None and ranks > 1:
         raise UserError(f"--ranks {ranks}: processes share a file, not standard input; give --input and --output")
     if output is not None and ranks > 1 and "RANK" not in os.environ:

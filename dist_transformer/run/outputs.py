@@ -96,6 +96,8 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # the reader has ended, which is no fault: cli/end.py
+        raise
     except OSError as error:
         if error.filename is not None and not _are_near(Path(os.fsdecode(error.filename)), path):
             raise

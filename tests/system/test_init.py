@@ -147,7 +147,13 @@ def test_a_disk_too_full_for_the_configuration_keeps_no_text_and_the_same_comman
         (command.folder / name).write_text("".join(f"{number} words\n" for number in range(40)))
     before = sorted(command.folder.iterdir())
     small = [*PROGRAM, "init", "few.en", "few.de", "--name", "few"]
-    limited = ["bash", "-c", 'ulimit -f 2; exec "$@"', "limited", *small]  # files of 2 kB, less than the configuration
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -f 2; exec "$@" <&-',
+        "limited",
+        *small,
+    ]  # no input to ask; files of 2 kB, less than the configuration
     ended = subprocess.run(limited, cwd=command.folder, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "few.yaml: cannot be written" in ended.stderr

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import subprocess
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from command_server import quick_command
-from running import NOT_INHERITED, Command, without
+from running import NOT_INHERITED, PROGRAM, Command, without
 
 from dist_transformer.cli.main import Commands
 
@@ -175,6 +176,12 @@ def test_pages_replace_pages_and_go_to_devices_as_they_are(command: Command, run
         assert ("<!DOCTYPE html>" in said) == (device == "/dev/stdout")
     assert Path("/dev/null").is_char_device()
     assert Path("/dev/stdout").is_symlink()
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `| head` that has ended
+    program = [*PROGRAM, "report", "runs/first", "--output", "/dev/stdout"]
+    ended = subprocess.run(program, cwd=command.folder, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (1, "")
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDWR)  # so that neither side waits for the other
     said = refused(command, "translate", "runs/first", "--input", "valid.en", "--output", tmp_path / "pipe")

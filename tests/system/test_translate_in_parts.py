@@ -283,6 +283,11 @@ def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(
         )
     assert process.returncode == 1
     assert process.stderr == "dist-transformer: cannot write: No space left on device; make room and start again\n"
+    closed = ["sh", "-c", 'exec "$@" <&-', "closed", *PROGRAM, "translate", str(model)]
+    process = subprocess.run(closed, stderr=subprocess.PIPE, text=True, env=without(NOT_INHERITED), check=False)
+    assert process.returncode == 2
+    assert process.stderr.startswith("dist-transformer: standard input: is closed, expected lines: give < FILE, or")
+    assert process.stderr.count("\n") == 1
     options = ("--input", "absent", "--output", "out")
     said = command("translate", model, *options, code=2, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert "absent: cannot be read: No such file" in said

@@ -124,6 +124,8 @@ def _expand(name: str | None, data: DataConfig) -> tuple[str, ...]:
     files = local_files(data.root, name)
     if not files:
         problem = "no file fits this pattern" if is_pattern(name) else "no such file"
+        if os.path.exists(location):
+            problem = "is a pipe or a folder, expected a file: write it into one first"
         root = "" if os.path.isabs(name) else f" Relative corpus paths start from data.root, which is {data.root!r}."
         raise DataError(f"{os.path.abspath(location)}: {problem}.{root}")
     if unnamed := [file for file in files if file != file.encode("utf-8", "ignore").decode()]:

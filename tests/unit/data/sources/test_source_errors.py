@@ -94,6 +94,11 @@ def test_a_missing_file_is_named_with_its_full_path(tmp_path: Path):
     absolute = CorpusConfig(source=f"{tmp_path}/a.en", target=f"{tmp_path}/a.de")
     with pytest.raises(DataError, match=rf"{tmp_path}/a\.de: no such file\.$"):
         scan_corpus(absolute, data_in(tmp_path, absolute))
+    os.mkfifo(tmp_path / "a.de")  # as <(zcat a.gz): read more than once
+    with pytest.raises(
+        DataError, match=rf"{tmp_path}/a\.de: is a pipe or a folder, expected a file: write it into one"
+    ):
+        scan_corpus(absolute, data_in(tmp_path, absolute))
 
 
 @pytest.mark.parametrize(
