@@ -118,7 +118,7 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
 
     program = [sys.executable, "-m", "dist_transformer"]
     code = start_local_ranks(sys.argv[1:], num_ranks, program=program, are_held=True)
-    return EXIT_REQUEUE if code == EXIT_DONE and not is_complete(Path(os.path.realpath(output))) else code
+    return EXIT_REQUEUE if code == EXIT_DONE and not is_complete(output) else code
 
 
 def _translate_stream(task: "Task") -> None:

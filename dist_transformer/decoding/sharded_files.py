@@ -108,8 +108,8 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
             f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "
             "and give < FILE"
         )
-    output = Path(os.path.realpath(output))  # a link stays a link
     check_output(output, "a translation", is_complete, is_file=True)  # before waiting for a lock where none can exist
+    output = Path(os.path.realpath(output))  # a link stays a link
     with _locked(output):
         if is_complete(output):
             _refuse_other(_plan_of(output), plan, output)
@@ -131,6 +131,7 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
 
 def is_complete(output: Path) -> bool:
     """True if the output has been joined from its parts."""
+    output = Path(os.path.realpath(output))
     return _plan_of(output).exists() and output.exists()
 
 
