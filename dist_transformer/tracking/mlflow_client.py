@@ -268,6 +268,8 @@ def translated_errors() -> Iterator[None]:
         if isinstance(error.__cause__, MlflowException):  # the server's answer, which MLflow takes for a wrong argument
             error = error.__cause__
         kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
+        if "'active' state" in str(error):
+            kind = ServerTrouble  # deleted while it trains: opened again, it is restored
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.

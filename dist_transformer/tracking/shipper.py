@@ -182,27 +182,26 @@ class Shipper:
         count = 0
         for batch in self._batches():
             self._end_if_abandoned()
-            self._log_points(run, batch.points)
+            count += self._log_points(run, batch.points)
             self._memory.sent.update(batch.newest)
             self.newest_delivery = time.monotonic()
             self._save()
             self._offset = batch.end
-            count += len(batch.points)
         return count
 
-    def _log_points(self, run: "TrackedRun", points: Sequence[Point]) -> None:
-        """Logs points. Curves that the server refuses for good are omitted, with one warning each; others continue."""
+    def _log_points(self, run: "TrackedRun", points: Sequence[Point]) -> int:
+        """Logs points, and returns how many: of curves that the server refuses for good none, with one warning each."""
         points = [point for point in points if point.key not in self._left_out]
         try:
             run.log_points(points)
+            return len(points)
         except NotValid as refusal:
             keys = {point.key for point in points}
-            if len(keys) == 1:
-                self._left_out |= keys
-                logger.warning("MLflow refuses the curve %r, which is skipped: %s", points[0].key, refusal)
-            else:
-                for key in sorted(keys):
-                    self._log_points(run, [point for point in points if point.key == key])
+            if len(keys) > 1:
+                return sum(self._log_points(run, [point for point in points if point.key == key]) for key in sorted(keys))
+            self._left_out |= keys
+            logger.warning("MLflow refuses the curve %r, which is skipped: %s", points[0].key, refusal)
+            return 0
 
     def _batches(self) -> Iterator[Batch]:
         """Yields the records after the newest step sent of their event: on the server steps only grow."""

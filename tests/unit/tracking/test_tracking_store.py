@@ -182,6 +182,37 @@ def test_a_run_deleted_on_the_server_is_restored(stored_run_dir: RunDir, client:
     assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
 
 
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize("is_all", [False, True])
+def test_a_run_deleted_while_it_trains_is_restored_before_its_end_and_has_every_point(
+    stored_run_dir: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture, is_all: bool
+) -> None:
+    """`is_all`: with its experiment."""
+    tracker, log = started(stored_run_dir), MetricsLog(stored_run_dir.metrics)
+    train(log, range(1, 6))
+    wait_until(lambda: sent_step(stored_run_dir) == 5)
+    run_id = run_id_of(stored_run_dir)
+    if is_all:
+        client.delete_experiment(client.get_run(run_id).info.experiment_id)
+    else:
+        client.delete_run(run_id)
+    train(log, range(6, 11))
+    wait_until(lambda: sent_step(stored_run_dir) == 10)
+    assert client.get_run(run_id).info.lifecycle_stage == "active"
+    assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
+    tracker.close("FINISHED")
+    assert "skipped" not in caplog.text
+    assert "caught up" in caplog.text
+
+
+def test_points_that_the_server_refuses_do_not_count_as_sent(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_client, "valid_key", lambda key: key)
+    MetricsLog(stored_run_dir.metrics).append("train", 1, {"loss": 1.0, "../bleu": 1.0, "a?": 2.0})
+    assert sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent).points == 1
+
+
 def test_a_run_stays_in_its_experiment_and_says_so_once(
     stored_run_dir: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
