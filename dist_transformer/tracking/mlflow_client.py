@@ -48,6 +48,7 @@ from filelock import FileLock
 from google.protobuf.json_format import ParseError
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag, ViewType
+from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -250,9 +251,9 @@ def artifact_errors() -> Iterator[None]:
 @contextmanager
 def patient_requests(seconds: float) -> Iterator[None]:
     """Context with a longer timeout of each request: a server stores a large file before it answers."""
-    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    name = MLFLOW_HTTP_REQUEST_TIMEOUT.name
     before = os.environ[name]
-    os.environ[name] = str(max(int(before), int(seconds)))
+    os.environ[name] = str(max(MLFLOW_HTTP_REQUEST_TIMEOUT.get(), int(seconds)))
     try:
         yield
     finally:
@@ -276,6 +277,10 @@ def translated_errors() -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble
         raise kind(explanation(f"{type(error).__name__}: {error}")) from None
+    except ValueError as error:
+        if "MLFLOW_" not in str(error):  # the variable whose value MLflow cannot read
+            raise
+        raise ServerTrouble(explanation(str(error))) from None
 
 
 def explanation(message: str) -> str:

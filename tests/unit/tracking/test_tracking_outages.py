@@ -27,7 +27,8 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import shipper
 from dist_transformer.tracking.content import Point
-from dist_transformer.tracking.mlflow_client import TrackedRun
+from dist_transformer.tracking.mlflow_client import TrackedRun, artifact_errors, patient_requests
+from dist_transformer.tracking.outbox import ServerTrouble
 from dist_transformer.tracking.tracker import sync
 
 
@@ -166,6 +167,29 @@ def test_sync_of_a_folder_that_cannot_be_written_does_not_blame_the_server(store
         sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
     assert "as the owner of the folder" in str(raised.value)
     assert "Its answer" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MLFLOW_HTTP_REQUEST_TIMEOUT", "2.5"), ("MLFLOW_TRACKING_INSECURE_TLS", "yes")]
+)
+def test_a_variable_that_mlflow_cannot_read_is_named_and_is_no_error_of_ours(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    monkeypatch.setenv(variable, value)
+    tracker = tracker_of(run_dir, "http://127.0.0.1:9", close_seconds=1)
+    tracker.start({}, {}, "")
+    wait_until(lambda: variable in caplog.text)
+    tracker.close("FINISHED")
+    assert "error of ours" not in caplog.text
+    with pytest.raises(UserError, match=f"Its answer: .*{value}.*{variable}|Its answer: .*{variable}.*{value}"):
+        sync(run_dir, settings_of("http://127.0.0.1:9"), run_dir.path.parent)
+
+
+def test_an_upload_names_the_time_limit_that_mlflow_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2.5")
+    with pytest.raises(ServerTrouble, match="MLFLOW_HTTP_REQUEST_TIMEOUT"), artifact_errors(), patient_requests(1):
+        pass
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'boto3'"), RuntimeError("no credentials")])
