@@ -54,6 +54,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 logger = logging.getLogger(__name__)
 
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints the traceback of what it raises too
 # Caused by MLflow's use of SQLAlchemy and printed into every training log; its users cannot change it.
 warnings.filterwarnings("ignore", message="The ``noload`` loader strategy is deprecated")
 
@@ -71,6 +72,7 @@ REMEDIES = {
     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
     r"logged-models\S* failed with error code 404": "a server older than MLflow 3 has none",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
+    "database is locked": "another process has held mlflow.db for long; see `A server for a team` in docs/mlflow.md",
     "readonly database": "was mlflow.db moved or replaced? A new start, or track sync, opens it again",
 }
 """Remedies by a pattern in the server's answer."""

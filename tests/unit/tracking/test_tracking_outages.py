@@ -2,8 +2,10 @@
 
 import logging
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -167,6 +169,18 @@ def test_sync_of_a_folder_that_cannot_be_written_does_not_blame_the_server(store
         sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
     assert "as the owner of the folder" in str(raised.value)
     assert "Its answer" not in str(raised.value)
+
+
+def test_what_a_database_refuses_is_one_answer_without_a_traceback_of_mlflow(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 3))
+    with closing(sqlite3.connect(stored_run_dir.path.parent / "mlflow.db")) as store:
+        store.execute("DROP TABLE latest_metrics")
+    with pytest.raises(UserError, match="no such table"):
+        sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
