@@ -118,6 +118,13 @@ class TrackedRun:
         fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), BEFORE_ALL)]
         self.log_all_points(fresh)
 
+    def lost(self, points: Iterable[Point]) -> list[Point]:
+        """The points that the server has not, of curves that it had when the run was opened."""
+        with translated_errors():
+            curves = {key: self.client.get_metric_history(self.run_id, key) for key in self._newest_steps}
+        steps = {key: {metric.step for metric in curve} for key, curve in curves.items()}
+        return [point for point in points if point.step not in steps.get(valid_key(point.key), {point.step})]
+
     def remove_doubles(self, run_id: str) -> None:
         """Deletes empty runs with our tag: a request to create a run may be executed after we gave up on it."""
         with translated_errors():

@@ -108,6 +108,21 @@ class Shipper:
                 raise
             raise FolderTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
 
+    def deliver_lost(self) -> Delivery:
+        """As `deliver`; then asks for every point, and sends what an old backup, restored amid training, does not have."""
+        sent = self.deliver()
+        run = self._run or self._open_run()
+        records = (record for record, _ in read_records_from(self._run_dir.metrics, 0))
+        lost = run.lost(point for each in records if {"step", "time"} <= each.keys() for point in points_of(each))
+        if not lost:
+            return sent
+        said = "MLflow run %s lacks %d points (an old backup?): they are sent, and all events again"
+        logger.warning(said, run.run_id, len(lost))
+        self._memory.outbox_offset, self._memory.ahead = 0, {}
+        self._save()
+        run.log_all_points(lost)
+        return Delivery(run.run_id, sent.points + len(lost), sent.events + self.deliver().events)
+
     def _deliver_to(self, run: "TrackedRun", channels: Sequence[str]) -> Delivery:
         began, points = self._memory.outbox_offset, 0
         arrived: set[int] = set()

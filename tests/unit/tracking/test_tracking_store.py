@@ -2,8 +2,10 @@
 
 import math
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import mlflow_client, shipper
-from dist_transformer.tracking.final_status import settle
+from dist_transformer.tracking.final_status import has_arrived, settle
 from dist_transformer.tracking.outbox import DeliveryState, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, store_uri, sync, target_of
 
@@ -203,6 +205,33 @@ def test_a_run_deleted_while_it_trains_is_restored_before_its_end_and_has_every_
     tracker.close("FINISHED")
     assert "skipped" not in caplog.text
     assert "caught up" in caplog.text
+
+
+@pytest.mark.usefixtures("impatience")
+def test_what_a_backup_restored_while_the_run_trains_takes_from_the_middle_is_found_by_sync(
+    stored_run_dir: RunDir, client: MlflowClient, tmp_path: Path
+) -> None:
+    tracker, log = started(stored_run_dir), MetricsLog(stored_run_dir.metrics)
+    train(log, range(1, 6))
+    wait_until(lambda: sent_step(stored_run_dir) == 5)
+    with closing(sqlite3.connect(stored_run_dir.path.parent / "mlflow.db")) as store:
+        with closing(sqlite3.connect(tmp_path / "backup.db")) as backup:
+            store.backup(backup)
+            train(log, range(6, 11))
+            save_checkpoint(tracker, stored_run_dir.path, 8)
+            wait_until(lambda: sent_step(stored_run_dir) == 10 and has_arrived(stored_run_dir))
+            backup.backup(store)
+    train(log, range(11, 16))
+    tracker.close("FINISHED")
+    run_id = run_id_of(stored_run_dir)
+    assert curves_on_server(store_of(stored_run_dir), run_id) != curves_in_file(stored_run_dir)
+    assert sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent).points > 0
+    assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
+    run = client.get_run(run_id)
+    assert [each.name for each in client.search_logged_models([run.info.experiment_id])] == ["step_00000008"]
+    assert run.info.status == "FINISHED"
+    again = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert (again.points, again.events) == (0, 0)
 
 
 def test_points_that_the_server_refuses_do_not_count_as_sent(
