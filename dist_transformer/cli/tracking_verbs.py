@@ -15,7 +15,7 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import while_nobody_trains
-from dist_transformer.tracking.final_status import settle, status_said
+from dist_transformer.tracking.final_status import add_untracked, settle, status_said
 
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
 
@@ -28,6 +28,7 @@ def sync_command(
     from dist_transformer.tracking.tracker import sync
 
     config, run_dir = read_run_folder(run, overrides)
+    add_untracked(run_dir)
     sent = sync(run_dir, config.tracking, Path(config.run.root))
     what = f"{sent.points} points and {sent.events} events sent"
     print(f"MLflow run {sent.run_id}: {what if sent.points or sent.events else 'nothing was missing'}")
@@ -51,6 +52,7 @@ def model_command(
     if folder is not None and not folder.is_dir():
         raise UserError(f"{folder}: no such folder; expected a model folder, as `average RUN --output FOLDER` makes")
     model = model_folder_of(folder or run)
+    add_untracked(run_dir)
     sent = log_model(run_dir, config.tracking, Path(config.run.root), model)
     registered = f", registered as {register_as}{f'@{alias}' if alias else ''}" if register_as else ""
     print(f"MLflow run {sent.run_id}: {model} is there{registered}")

@@ -1,24 +1,43 @@
-"""Reports to MLflow the end of a start that could not report it itself: it was killed, or its node is gone."""
+"""Reports to MLflow what a start did not: its end, if it was killed, or all of it, if it was not tracked."""
 
 import importlib
 from pathlib import Path
 
 from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.loading import flatten, load_config
 from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
+from dist_transformer.run.records import read_record
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
-from dist_transformer.tracking.tracker import memory_of, target_of
+from dist_transformer.tracking.tracker import memory_of, model_event, target_of
 
 _ADAPTER = "dist_transformer.tracking.mlflow_client"
+_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
 
 def status_said(run_dir: RunDir) -> str | None:
     """The status last reported to MLflow, or to be reported once it answers; None: the run was never tracked."""
     events = [*read_records(run_dir.tracking_events, "start", "status")]
     return str(events[-1].get("status", "RUNNING")) if events else None
+
+
+def add_untracked(run_dir: RunDir) -> None:
+    """Adds to the outbox what is known of a run that was trained without tracking: settings, samples, model, status."""
+    config, events, said = load_config(run_dir.config, check_files=False), run_dir.tracking_events, status_said(run_dir)
+    if said is None:
+        settings = flatten(config.model_dump(mode="json")).items()
+        parameters = {key: without_credentials(str(value)) for key, value in settings if value is not None}
+        text = without_credentials(run_dir.config.read_text(encoding="utf-8"))
+        add_event(events, "start", {"parameters": parameters, "tags": {"model": config.model.preset}, "config": text})
+        add_event(events, "samples", {})
+        if run_dir.model.is_dir():
+            add_event(events, "model", model_event(run_dir, config.tracking, run_dir.model))
+    status = _STATUSES.get(str(read_record(run_dir.state).get("state")), said)
+    if status != said and not (said and config.tracking.enabled):
+        add_event(events, "status", {"status": status})
 
 
 def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
 from dist_transformer.tracking.content import Point
-from dist_transformer.tracking.moved_store import follow_moved_artifacts
+from dist_transformer.tracking.moved_store import LOCK_SECONDS, follow_moved_artifacts
 from dist_transformer.tracking.outbox import (
     DeliveryState,
     NotValid,
@@ -83,7 +83,6 @@ _NO_SERVER = (
 METRICS_A_BATCH = 900
 """Points per request; the server accepts 1,000."""
 PARAMETERS_A_BATCH = 100
-BEFORE_ALL = -1
 LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
 """Length that every server accepts; if a value is longer, the artifact parameters.json has all values uncut."""
@@ -91,9 +90,7 @@ LONGEST_TAG = 5000
 CONTEXT_TAG = "mlflow.data.context"
 LONGEST_DIGEST = 36
 """Length limit of MLflow; the dataset's profile has the full digest."""
-DATABASE_LOCK_SECONDS = 60
 _warn_once = cache(logger.warning)
-ENDED = {"FINISHED", "FAILED", "KILLED"}
 
 
 class TrackedRun:
@@ -107,22 +104,21 @@ class TrackedRun:
 
     def newest_step(self, event: str) -> int:
         """Newest step of this event's curves when the run was opened; -1 without a point."""
-        steps = (step for key, step in self._newest_steps.items() if key.startswith(f"{event}/"))
-        return max(steps, default=BEFORE_ALL)
+        return max((step for key, step in self._newest_steps.items() if key.startswith(f"{event}/")), default=-1)
 
     def log_points(self, points: Sequence[Point]) -> None:
         """Sends the points after the newest steps that the server had when the run was opened.
 
         So no step is stored twice if an answer was lost, even if training was rolled back meanwhile.
         """
-        fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), BEFORE_ALL)]
+        fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), -1)]
         self.log_all_points(fresh)
 
     def lost(self, points: Iterable[Point]) -> list[Point]:
         """The points that the server has not, of curves that it had when the run was opened."""
         with translated_errors():
-            curves = {key: self.client.get_metric_history(self.run_id, key) for key in self._newest_steps}
-        steps = {key: {metric.step for metric in curve} for key, curve in curves.items()}
+            curves = [(key, self.client.get_metric_history(self.run_id, key)) for key in self._newest_steps]
+        steps = {key: {metric.step for metric in curve} for key, curve in curves}
         return [point for point in points if point.step not in steps.get(valid_key(point.key), {point.step})]
 
     def remove_doubles(self, run_id: str) -> None:
@@ -154,7 +150,7 @@ class TrackedRun:
     def set_status(self, status: str, time_ms: int) -> None:
         """Sets RUNNING, SCHEDULED (to be resumed), FINISHED, FAILED or KILLED; the last three with the end time."""
         with translated_errors():
-            if status in ENDED:
+            if status in ("FINISHED", "FAILED", "KILLED"):
                 self.client.set_terminated(self.run_id, status=status, end_time=time_ms)
             else:
                 self.client.update_run(self.run_id, status=status)
@@ -260,13 +256,12 @@ def artifact_errors() -> Iterator[None]:
 @contextmanager
 def patient_requests(seconds: float) -> Iterator[None]:
     """Context with a longer timeout of each request: a server stores a large file before it answers."""
-    name = MLFLOW_HTTP_REQUEST_TIMEOUT.name
-    before = os.environ[name]
-    os.environ[name] = str(max(MLFLOW_HTTP_REQUEST_TIMEOUT.get(), int(seconds)))
+    before = MLFLOW_HTTP_REQUEST_TIMEOUT.get()
+    MLFLOW_HTTP_REQUEST_TIMEOUT.set(max(before, int(seconds)))
     try:
         yield
     finally:
-        os.environ[name] = before
+        MLFLOW_HTTP_REQUEST_TIMEOUT.set(before)
 
 
 @contextmanager
@@ -277,9 +272,8 @@ def translated_errors() -> Iterator[None]:
     except MlflowException as error:
         if isinstance(error.__cause__, MlflowException):  # the server's answer, which MLflow takes for a wrong argument
             error = error.__cause__
-        kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
-        if "'active' state" in str(error):
-            kind = ServerTrouble  # deleted while it trains: opened again, it is restored
+        is_deleted = "'active' state" in str(error)  # opened again, the run is restored
+        kind = ServerTrouble if is_deleted else KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.
@@ -313,7 +307,7 @@ def _create_database(database: Path) -> None:
     if database.exists():
         return
     database.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{database}.lock", timeout=DATABASE_LOCK_SECONDS):
+    with FileLock(f"{database}.lock", timeout=LOCK_SECONDS):
         if not database.exists():
             with replacing(database) as temporary:
                 MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)

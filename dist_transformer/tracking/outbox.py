@@ -102,10 +102,6 @@ class DeliveryState:
             new.is_absolute() and new.is_file() and old.is_absolute() and not old.exists() and old.name == new.name
         )
 
-    def forget_server(self) -> None:
-        """Marks everything as undelivered: the whole history will be sent."""
-        self.mlflow_run_id, self.sent, self.outbox_offset, self.ahead = None, {}, 0, {}
-
     def save(self, path: Path) -> None:
         write_json(path, _ADAPTER.dump_python(self, by_alias=True))
 

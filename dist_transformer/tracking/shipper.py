@@ -13,12 +13,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records_from
+from dist_transformer.run.metrics_log import read_records, read_records_from
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.messages import REPLACED, goes_by, points_of, send_event
 from dist_transformer.tracking.outbox import (
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 POINTS_A_BATCH = 900
 """Points per request, after which tracking.json records the delivery; MLflow accepts 1,000."""
-NEVER_SENT = -1
 POLL_SECONDS = 2.0
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
@@ -79,9 +77,8 @@ class Shipper:
     """
 
     def __init__(self, run_dir: RunDir, target: Target, memory: DeliveryState) -> None:
-        self._run_dir = run_dir
-        self._target = target
-        self._memory = memory
+        self.folder, self._run_dir = run_dir.path, run_dir
+        self._target, self._memory = target, memory
         self._run: TrackedRun | None = None
         self._offset = 0
         self._file: BinaryIO | None = None
@@ -89,10 +86,6 @@ class Shipper:
         self._left_out: set[str] = set()
         self.abandoned = threading.Event()
         self.newest_delivery = -math.inf  # by time.monotonic()
-
-    @property
-    def folder(self) -> Path:
-        return self._run_dir.path
 
     def deliver(self, channels: Sequence[str] = CHANNELS) -> Delivery:
         """Runs one pass. Raises ServerTrouble; earlier deliveries are recorded, the rest is sent by the next pass.
@@ -108,16 +101,16 @@ class Shipper:
                 raise
             raise FolderTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
 
-    def deliver_lost(self) -> Delivery:
+    def deliver_all(self) -> Delivery:
         """As `deliver`; then asks for every point, and sends what an old backup, restored amid training, does not have."""
         sent = self.deliver()
         run = self._run or self._open_run()
-        records = (record for record, _ in read_records_from(self._run_dir.metrics, 0))
-        lost = run.lost(point for each in records if {"step", "time"} <= each.keys() for point in points_of(each))
+        lost = run.lost(
+            p for r in read_records(self._run_dir.metrics) if {"step", "time"} <= r.keys() for p in points_of(r)
+        )
         if not lost:
             return sent
-        said = "MLflow run %s lacks %d points (an old backup?): they are sent, and all events again"
-        logger.warning(said, run.run_id, len(lost))
+        logger.warning("MLflow run %s lacks %d points (an old backup?): all is sent again", run.run_id, len(lost))
         self._memory.outbox_offset, self._memory.ahead = 0, {}
         self._save()
         run.log_all_points(lost)
@@ -189,9 +182,8 @@ class Shipper:
         return run
 
     def _begin_again(self, run: "TrackedRun") -> None:
-        self._memory.forget_server()
-        self._memory.mlflow_run_id = run.run_id
-        self._offset = 0
+        memory, self._offset = self._memory, 0
+        memory.mlflow_run_id, memory.sent, memory.outbox_offset, memory.ahead = run.run_id, {}, 0, {}
 
     def _send_points(self, run: "TrackedRun") -> int:
         count = 0
@@ -213,7 +205,7 @@ class Shipper:
         except NotValid as refusal:
             keys = {point.key for point in points}
             if len(keys) > 1:
-                return sum(self._log_points(run, [point for point in points if point.key == key]) for key in sorted(keys))
+                return sum(self._log_points(run, [each for each in points if each.key == key]) for key in sorted(keys))
             self._left_out |= keys
             logger.warning("MLflow refuses the curve %r, which is skipped: %s", points[0].key, refusal)
             return 0
@@ -223,7 +215,7 @@ class Shipper:
         self._start_over_if_replaced()
         batch = Batch([], dict(self._memory.sent), self._offset)
         for record, end in read_records_from(self._run_dir.metrics, self._offset):
-            if {"step", "time"} <= record.keys() and record["step"] > batch.newest.get(record["event"], NEVER_SENT):
+            if {"step", "time"} <= record.keys() and record["step"] > batch.newest.get(record["event"], -1):
                 points = points_of(record)
                 if batch.points and len(batch.points) + len(points) > POINTS_A_BATCH:
                     yield batch

@@ -71,13 +71,8 @@ class Tracker:
         self._run_dir = run_dir
         self._settings = settings
         self._has_model = False
-        self._memory = memory_of(run_dir, run_name, run_id)
-        self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), self._memory))
-
-    @property
-    def mlflow_run_id(self) -> str | None:
-        """MLflow's id of this run; None until the server has answered for the first time."""
-        return self._memory.mlflow_run_id
+        memory = memory_of(run_dir, run_name, run_id)
+        self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), memory))
 
     def start(
         self,
@@ -159,7 +154,9 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
     Raises UserError with the server's answer if it does not accept it.
     """
     target = target_of(settings, run_dir, default_store)
-    return _insisting(Shipper(run_dir, target, memory_of(run_dir)).deliver_lost, target, f"the history of {run_dir.path}")
+    return _insisting(
+        Shipper(run_dir, target, memory_of(run_dir)).deliver_all, target, f"the history of {run_dir.path}"
+    )
 
 
 def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path) -> Delivery:

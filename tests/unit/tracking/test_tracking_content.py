@@ -86,17 +86,18 @@ def test_a_folder_of_which_only_a_checkpoint_was_copied_goes_on_in_the_same_run(
     tracker.start({}, {}, "")
     train(MetricsLog(elsewhere.metrics), range(13, 31))  # the checkpoint was older than the newest points
     tracker.close("FINISHED")
-    assert tracker.mlflow_run_id == run_id_of(stored_run_dir)
-    curve = curves_on_server(store_of(stored_run_dir), str(tracker.mlflow_run_id))["train/loss"]
+    assert run_id_of(elsewhere) == run_id_of(stored_run_dir)
+    curve = curves_on_server(store_of(stored_run_dir), run_id_of(elsewhere))["train/loss"]
     assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 31)]
 
 
 def test_what_a_run_folder_remembers_goes_before_the_id_it_is_given(stored_run_dir: RunDir) -> None:
     started(stored_run_dir).close("SCHEDULED")
+    first = run_id_of(stored_run_dir)
     tracker = tracker_of(stored_run_dir, "another id")
     tracker.start({}, {}, "")
     tracker.close("FINISHED")
-    assert tracker.mlflow_run_id == run_id_of(stored_run_dir)
+    assert run_id_of(stored_run_dir) == first
     assert read_json(stored_run_dir.tracking)["run_uid"] == UID
 
 

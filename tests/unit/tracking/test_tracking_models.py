@@ -17,11 +17,11 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 from mlflow_server import Server
-from tracking_helpers import TimedTracker, run_id_of, settings_of, store_of, train
+from tracking_helpers import TimedTracker, curves_in_file, curves_on_server, run_id_of, settings_of, store_of, train
 
-from dist_transformer.cli.tracking_verbs import model_command
+from dist_transformer.cli.tracking_verbs import model_command, sync_command
 from dist_transformer.config.data_schema import TokenizerConfig
-from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.schema import Config, DecodingConfig, ModelConfig, TrackingConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
@@ -290,6 +290,27 @@ def test_another_model_of_a_run_is_registered_by_hand_and_gets_the_alias(
     log_by_hand(finished.model, register_as="translator", alias="champion")  # back again, by a person's will
     assert versions(client) == ["1", "2"]
     assert champion(client) == "1"
+
+
+def test_a_run_trained_without_tracking_is_sent_later_with_settings_model_and_status(
+    finished: RunDir, client: MlflowClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"tracking": {"enabled": False}, "run": {"root": str(finished.path.parent)}}
+    config = load_config(finished.config, check_files=False).model_dump(mode="json") | settings
+    finished.config.write_text(to_yaml(Config.model_validate(config)))
+    write_json(finished.state, {"state": "stopped", "run_id": UID})
+    sync_command(finished.path)
+    run_id = run_id_of(finished)
+    assert client.get_run(run_id).info.status == "SCHEDULED"
+    write_json(finished.state, {"state": "finished", "run_id": UID})
+    for said in ("0 points and 1 events sent", "nothing was missing"):
+        sync_command(finished.path)
+        assert said in capsys.readouterr().out.splitlines()[-1]
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.params["decoding.beam_size"]) == ("FINISHED", "2")
+    assert {each.path for each in client.list_artifacts(run_id)} == {"config.yaml", "samples.json"}
+    assert only_model(client, run_id).status == "READY"
+    assert curves_on_server(store_of(finished), run_id) == curves_in_file(finished)
 
 
 @pytest.mark.parametrize(
