@@ -209,8 +209,7 @@ class TrackedRun:
 
     def _log(self, kind: str, entities: Sequence[Any], a_batch: int) -> None:
         for first in range(0, len(entities), a_batch):
-            batch = {kind: entities[first : first + a_batch]}
-            self.client.log_batch(self.run_id, **batch, synchronous=True)
+            self.client.log_batch(self.run_id, **{kind: entities[first : first + a_batch]}, synchronous=True)
 
 
 def open_run(target: Target, memory: DeliveryState) -> TrackedRun:

@@ -105,16 +105,15 @@ class Shipper:
         """As `deliver`; then asks for every point, and sends what an old backup, restored amid training, does not have."""
         sent = self.deliver()
         run = self._run or self._open_run()
-        lost = run.lost(
-            p for r in read_records(self._run_dir.metrics) if {"step", "time"} <= r.keys() for p in points_of(r)
-        )
+        records = read_records(self._run_dir.metrics)
+        lost = run.lost(p for each in records if {"step", "time"} <= each.keys() for p in points_of(each))
         if not lost:
             return sent
         logger.warning("MLflow run %s lacks %d points (an old backup?): all is sent again", run.run_id, len(lost))
         self._memory.outbox_offset, self._memory.ahead = 0, {}
-        self._save()
-        run.log_all_points(lost)
-        return Delivery(run.run_id, sent.points + len(lost), sent.events + self.deliver().events)
+        events = sent.events + self.deliver().events
+        run.log_all_points(lost)  # last: what is broken off before is found again
+        return Delivery(run.run_id, sent.points + len(lost), events)
 
     def _deliver_to(self, run: "TrackedRun", channels: Sequence[str]) -> Delivery:
         began, points = self._memory.outbox_offset, 0
