@@ -15,7 +15,7 @@ import typer
 from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.cluster.final_status import is_alive, status_found
 from dist_transformer.cluster.job_status import Document, report, report_all
-from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
+from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE, is_held
 from dist_transformer.cluster.run_ref import find_run, is_run_folder, refuse_unreadable
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
@@ -143,7 +143,7 @@ def _job_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
     yield "job", f"{job['id']} {job['state']}" + (f" ({job['reason']})" if job["reason"] else "")
     if job["state"] == "PENDING":
         yield "waits", job["reason_text"]
-        if job["start_time"]:
+        if job["start_time"] and not is_held(job["reason"] or ""):
             yield "begins", f"in about {duration(job['start_time'] - now)}, as Slurm estimates"
     if job["nodes"]:
         count = "1 node" if job["num_nodes"] == 1 else f"{job['num_nodes']} nodes"

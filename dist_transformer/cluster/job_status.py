@@ -163,7 +163,10 @@ def _next(run_dir: RunDir, *, has_log: bool) -> str:
     """Commands for the user after a job that is over without having finished the run."""
     folder = shlex.quote(str(run_dir.path))
     look = f"dist-transformer logs {folder}, then " if has_log else ""
-    return f"{look}dist-transformer resume {folder}"
+    if run_dir.config.exists():
+        return f"{look}dist-transformer resume {folder}"
+    # A node of a pipeline that trains nothing, or a job by hand that failed before it wrote its configuration.
+    return look + ("dist-transformer submit --pipeline FILE" if run_dir.job.exists() else "submit it again")
 
 
 def _of_last_end(end: Document) -> Document:

@@ -120,7 +120,10 @@ def submit(submission: Submission) -> dict[str, str]:
 
 def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     """Writes job.json; its job_id, which `status` and `logs` look at, is the training job's, or else the last one's."""
-    job_id = ids.get("train", read_record(run_dir.job).get("job_id", list(ids.values())[-1]))
+    old = read_record(run_dir.job)
+    others = [job for stage, job in old.get("stages", {}).items() if stage != "train"]
+    kept = None if old.get("job_id") in others else old.get("job_id")  # a training job's
+    job_id = ids.get("train") or kept or list(ids.values())[-1]
     submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
     note = {"job_id": job_id, "submitted_at": submitted_at, "command": command, "attempts": len([*attempts(run_dir)])}
     write_json(run_dir.job, note if set(ids) == {"train"} else {**note, "stages": dict(ids)})

@@ -81,6 +81,12 @@ def test_status_is_lines_of_key_and_value_for_a_program(slurm: FakeSlurm, run_di
     assert "step: 40 of 1000 (4 %)" in lines
 
 
+def test_a_held_job_has_no_estimate_of_its_start(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    for reason, has_estimate in (("Priority", True), ("launch failed requeued held", False)):
+        slurm.answers("squeue", job_line("5", "PENDING", reason).replace("N/A", "4000000000"))
+        assert ("as Slurm estimates" in call("status", run_dir.path).stdout) == has_estimate
+
+
 def ended(run_dir: RunDir, exit_code: int, reason: str) -> str:
     record = {"event": "ended", "time": 1.0, "job": "5", "attempt": 0, "exit_code": exit_code, "reason": reason}
     add_lines(run_dir.attempts, {**record, "event": "began"}, record)

@@ -208,6 +208,12 @@ def test_a_job_that_is_over_without_having_finished_the_run_says_what_to_do_next
     assert of(run_dir, "4")["next"] is None  # an earlier job, or that of another stage
     make_run(run_dir.path, state="finished")
     assert of(run_dir)["next"] is None
+    make_run(run_dir.path)
+    run_dir.config.unlink()  # as a node of a pipeline that does not train
+    assert of(run_dir)["next"] == f"{logs}dist-transformer submit --pipeline FILE"
+    add_lines(run_dir.attempts, attempt("began", 70), attempt("ended", 60, exit_code=2))
+    run_dir.job.unlink()  # by hand
+    assert of(run_dir)["next"] == f"{logs}submit it again"
 
 
 def test_excluded_nodes_divergences_and_mlflow_are_told_without_credentials(slurm: FakeSlurm, run_dir: RunDir) -> None:

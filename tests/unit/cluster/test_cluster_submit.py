@@ -10,7 +10,7 @@ from fake_slurm import job_line
 
 from dist_transformer import files
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, clean_environment, list_jobs, run_on_each_node
-from dist_transformer.cluster.submit import Submission, plan_submission, submit
+from dist_transformer.cluster.submit import Submission, note_job, plan_submission, submit
 from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.config.slurm_schema import STAGES
 from dist_transformer.errors import ConfigError, MachineError
@@ -169,6 +169,19 @@ def test_job_json_holds_the_training_job_and_those_of_the_stages(run_dir: RunDir
     run_dir.model.mkdir()
     submit(_plan(run_dir, "evaluate"))  # the run's own job stays the one that trained it
     assert (read_json(run_dir.job)["job_id"], read_json(run_dir.job)["stages"]) == ("4712", {"evaluate": "4714"})
+
+
+def test_the_job_of_a_run_folder_without_training_is_the_newest(run_dir: RunDir) -> None:
+    """What `status` looks at; the training job stays it, whatever is submitted after it."""
+    for stages, job_id in (
+        ({"translate": "1"}, "1"),
+        ({"translate": "2"}, "2"),
+        ({"train": "3", "evaluate": "4"}, "3"),
+        ({"evaluate": "5"}, "3"),
+        ({"evaluate": "6"}, "3"),
+    ):
+        note_job(run_dir, stages, "sbatch")
+        assert read_json(run_dir.job)["job_id"] == job_id
 
 
 def test_what_was_submitted_before_sbatch_refused_is_told_and_noted(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
