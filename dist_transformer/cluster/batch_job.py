@@ -7,8 +7,9 @@
                                    -> requeue   -> the end
 
 USR1 comes some time before the limit (--signal): the ranks save and stop. TERM comes at the limit, when a person cancels
-the job, and when Slurm itself requeues it; the ranks receive their own. The job is one with --no-kill: a node that dies
-is taken from it and the others stay. If it is the node of this process, `batch_host` requeues the job.
+the job, when Slurm itself requeues it, and when the node shuts down; the ranks receive their own. The job is one with
+--no-kill: a node that dies is taken from it and the others stay. If it is the node of this process, `batch_host` requeues
+the job.
 """
 
 import os
@@ -219,8 +220,9 @@ class BatchJob:
         code = self._wait_for(command, environment, self._lost_nodes_of(nodes, first_exit))
         self._steps += 1
         # srun's exit code is of ranks that it killed after the first failure; only that failure counts. A 2 that no rank
-        # recorded is Slurm's own, if a node does not see the program: a restart may fix that.
-        if code and (failure := requeue.first_failure(first_exit)):
+        # recorded is Slurm's own, if a node does not see the program: a restart may fix that. It is 0 if Slurm has taken
+        # the node of a rank.
+        if failure := requeue.first_failure(first_exit):
             return failure
         return (EXIT_FAILED if code == EXIT_USER_ERROR else code), ""
 
@@ -284,14 +286,12 @@ class BatchJob:
         Waits for a disk that is not mounted: without it there is no decision. `before`: nodes of the ranks that ended.
         """
         for _ in range(TRIES):
-            record, left = None, None
             self._look_at_term()
             if self._is_ended:
                 how = self._who_ended_it()
-            else:
-                record = self._ask_slurm()
-                if record and how == "decide" and exit_code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_REQUEUE):
-                    left = self._next_nodes(record, before)
+            record, left = self._ask_slurm() if how in ("decide", "preflight") else None, None
+            if record and how == "decide" and exit_code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_REQUEUE):
+                left = self._next_nodes(record, before)
             try:
                 noted: How = "barred" if record and record.get("Requeue") == "0" else how
                 decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, noted, left)
@@ -317,15 +317,18 @@ class BatchJob:
         self._requeue()
 
     def _who_ended_it(self) -> How:
-        """A person who cancelled the job, or Slurm, which has already counted the next attempt, as at pre-emption."""
+        """A person who cancelled the job; Slurm, which has already counted the next attempt, as at pre-emption; or nobody:
+        a job that is still RUNNING has lost its ranks to the shutdown of this node, and is requeued like others."""
         try:
-            is_same = slurm.job_record(self._job).get("Restarts") == str(self._attempt)
+            record = slurm.job_record(self._job)
         except SlurmError:
-            is_same = False
-        return "cancelled" if is_same else "ended"
+            return "ended"
+        if record.get("Restarts") != str(self._attempt):
+            return "ended"
+        return "decide" if record.get("JobState") == "RUNNING" else "cancelled"
 
     def _next_nodes(self, record: dict[str, str], before: Sequence[str]) -> NextNodes | None:
-        if self._is_told or record.get("JobState") != "RUNNING" or self._num_ranks % len(self._nodes):
+        if self._is_signalled() or record.get("JobState") != "RUNNING" or self._num_ranks % len(self._nodes):
             return None
         try:
             of_job = slurm.host_names(record["NodeList"])
@@ -366,12 +369,8 @@ class BatchJob:
             time.sleep(RETRY_SECONDS)
         else:
             self._leave(EXIT_FAILED, "could not be requeued; submit it again")
-        for _ in range(20 if excluded else 0):
-            try:
-                slurm.exclude_nodes(self._job, excluded)
-                break
-            except SlurmError:
-                time.sleep(0.3)
+        if excluded:
+            slurm.exclude_nodes(self._job, excluded)
         self._leave(EXIT_FAILED)
 
 

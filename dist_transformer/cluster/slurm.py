@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -122,8 +123,14 @@ def requeue_job(job_id: str) -> None:
 
 
 def exclude_nodes(job_id: str, nodes: str) -> None:
-    """Replaces the nodes that a waiting job must not get."""
-    _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"])
+    """Replaces the nodes that a requeued job must not get. Slurm refuses that until it no longer runs: tried for 6 seconds,
+    without an error."""
+    for _ in range(20):
+        try:
+            _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"])
+            return
+        except SlurmError:
+            time.sleep(0.3)
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:

@@ -1,5 +1,6 @@
 """The batch scripts with the values of a submission, run by a real bash."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -221,15 +222,15 @@ def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_
     assert not (tmp_path / "executed").exists()
 
 
-def _prepare(
-    folder: Path, programs: dict[str, str], code: Path | None = None, restarts: int = 0
+def _run_script(
+    folder: Path, programs: dict[str, str], code: Path | None = None, restarts: int = 0, name: str = "prepare.sbatch"
 ) -> subprocess.CompletedProcess[str]:
-    """Runs prepare.sbatch with these programs beside an srun that ends with 75; `sleep` takes no time."""
+    """Runs the script with these programs beside an srun that ends with 75; `sleep` takes no time."""
     environment = {**_fake_srun(folder, 75), "SLURM_RESTART_COUNT": f"{restarts}"}
-    for name, body in {"sleep": "", "squeue": "", "scontrol": "", **programs}.items():
-        (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
-        (folder / name).chmod(0o755)
-    script = render_script("prepare.sbatch", _slurm(), code or folder)
+    for program, body in {"sleep": "", "squeue": "", "scontrol": "", **programs}.items():
+        (folder / program).write_text(f'#!/bin/bash\necho "{program} $*" >> {folder}/calls\n{body}\n')
+        (folder / program).chmod(0o755)
+    script = render_script(name, _slurm(), code or folder)
     command = ["bash", "-c", script, "script", "config.yaml"]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
@@ -253,6 +254,7 @@ def _calls(folder: Path, name: str) -> list[str]:
 
 
 TERM_TO_THE_SCRIPT = "kill -TERM $PPID; exit 75"
+TAKEN_BY = {"limit": "echo COMPLETING TimeLimit", "person": "echo COMPLETING None", "shutdown": "echo RUNNING None"}
 
 
 LATE = "[ $(grep -c squeue {folder}/calls) = 2 ] || exit 1; "
@@ -260,12 +262,15 @@ LATE = "[ $(grep -c squeue {folder}/calls) = 2 ] || exit 1; "
 
 @pytest.mark.parametrize(
     ("squeue", "requeues"),
-    [("echo TimeLimit", 1), ("echo None", 0), (LATE + "echo TimeLimit", 1), (LATE + "echo None", 0)],
+    [
+        (late + TAKEN_BY[who], int(who != "person"))
+        for late, who in itertools.product(["", LATE], ["limit", "person", "shutdown"])
+    ],
 )
-def test_preparing_goes_back_to_the_queue_after_its_time_limit_but_not_when_it_was_cancelled(
+def test_preparing_goes_back_to_the_queue_after_its_time_limit_and_a_shutdown_but_not_when_it_was_cancelled(
     tmp_path: Path, squeue: str, requeues: int
 ) -> None:
-    done = _prepare(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": squeue.format(folder=tmp_path)})
+    done = _run_script(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": squeue.format(folder=tmp_path)})
     assert done.returncode == 75
     assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
 
@@ -276,24 +281,44 @@ def test_preparing_goes_back_to_the_queue_after_its_time_limit_but_not_when_it_w
 def test_preparing_goes_back_to_the_queue_after_a_fault_of_the_machine_but_not_for_ever(
     tmp_path: Path, exit_code: int, restarts: int, requeues: int
 ) -> None:
-    done = _prepare(tmp_path, {"srun": f"exit {exit_code}"}, restarts=restarts)
+    done = _run_script(tmp_path, {"srun": f"exit {exit_code}"}, restarts=restarts)
     assert done.returncode == exit_code
     assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
     assert ("requeued 20 times" in done.stdout) == (restarts == 20)
 
 
+@pytest.mark.parametrize(
+    ("who", "exit_code", "requeues"),
+    [
+        ("limit", 75, 1),
+        ("limit", 137, 0),
+        ("person", 75, 0),
+        ("shutdown", 75, 1),
+        ("shutdown", 137, 1),
+        ("shutdown", 1, 0),
+    ],
+)
+def test_translating_goes_back_to_the_queue_after_its_time_limit_and_a_shutdown_that_may_kill_the_ranks(
+    tmp_path: Path, who: str, exit_code: int, requeues: int
+) -> None:
+    programs = {"srun": f"kill -TERM $PPID; exit {exit_code}", "squeue": TAKEN_BY[who], "python3": "echo launch"}
+    done = _run_script(tmp_path, programs, name="translate.sbatch")
+    assert done.returncode == exit_code, done.stderr
+    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+
+
 def test_preparing_waits_for_a_controller_that_is_away_but_not_for_ever(tmp_path: Path) -> None:
-    _prepare(tmp_path, {"scontrol": f"[ $(grep -c scontrol {tmp_path}/calls) = 3 ]"})
+    _run_script(tmp_path, {"scontrol": f"[ $(grep -c scontrol {tmp_path}/calls) = 3 ]"})
     assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * 3
     (tmp_path / "calls").unlink()
-    done = _prepare(tmp_path, {"scontrol": "exit 1"})
+    done = _run_script(tmp_path, {"scontrol": "exit 1"})
     assert done.returncode == 75
     assert "could not be requeued; submit it again" in done.stdout
     assert _calls(tmp_path, "sleep") == ["sleep 5"] * (5 * 60 // 5)
 
 
 def test_preparing_does_not_requeue_what_slurm_has_requeued_or_a_person_cancelled_meanwhile(tmp_path: Path) -> None:
-    done = _prepare(tmp_path, {"scontrol": "kill -TERM $PPID; exit 1"})
+    done = _run_script(tmp_path, {"scontrol": "kill -TERM $PPID; exit 1"})
     assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"]
     assert "could not be requeued" not in done.stdout
 
@@ -301,7 +326,7 @@ def test_preparing_does_not_requeue_what_slurm_has_requeued_or_a_person_cancelle
 def test_preparing_waits_for_a_disk_that_is_away(tmp_path: Path) -> None:
     code = tmp_path / "code"
     appears = f"[ $(grep -c sleep {tmp_path}/calls) -lt 2 ] || mkdir -p {code}"
-    done = _prepare(tmp_path, {"sleep": appears, "srun": "exit 0"}, code)
+    done = _run_script(tmp_path, {"sleep": appears, "srun": "exit 0"}, code)
     assert done.returncode == 0
     assert _calls(tmp_path, "sleep") == ["sleep 10"] * 2
     assert f"waiting for {code}, which this node does not see" in done.stdout
