@@ -3,35 +3,39 @@
     python -m dist_transformer.cluster.batch_host JOB ATTEMPT RUN_FOLDER
 
 With --no-kill Slurm takes a dead node from the job and lets the others run on until the time limit, even if the script
-was on it. Slurm alone says that it is dead: what this node sees may be its own network.
+was on it. Slurm alone says that it is dead: what this node sees may be its own network. A node that is back soon, or that an
+administrator sets down, ends the script, and TERM comes here.
 """
 
 import os
 import signal
 import sys
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from dist_transformer.cluster import slurm
-from dist_transformer.cluster.requeue import note_lost_host
+from dist_transformer.cluster.requeue import nodes_to_exclude, note_lost_host
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
 
 POLL_SECONDS = 10.0
+RETRY_SECONDS = 0.5
+"""Between questions after TERM, until KillWait is over."""
 TRIES = 6
 """Times that Slurm is asked for other nodes before the job is requeued without keeping it away from the lost one."""
 
 
 def watch(job: str, attempt: int, run_dir: RunDir) -> None:
-    """Returns when the attempt is over, by itself or by a requeue from here."""
-    tries = 0
+    """Returns when the attempt is over, by itself or by a requeue, from here or by Slurm; at TERM it looks once more."""
+    tries, has_term = 0, False
     while True:
-        time.sleep(POLL_SECONDS)
+        has_term |= signal.sigtimedwait({signal.SIGTERM}, RETRY_SECONDS if has_term else POLL_SECONDS) is not None
         try:
             record = slurm.job_record(job)
-            if record.get("Restarts") != str(attempt) or record.get("JobState") != "RUNNING":
+            is_requeued = _is(record, attempt + 1, "COMPLETING")
+            is_failed = _is(record, attempt, "COMPLETING") and record["Reason"] == "JobLaunchFailure"
+            if not (is_requeued or is_failed or _is(record, attempt, "RUNNING")):
                 return
             host = record["BatchHost"]
             if host not in slurm.host_names(record["NodeList"]):
@@ -41,10 +45,19 @@ def watch(job: str, attempt: int, run_dir: RunDir) -> None:
                         note_lost_host(run_dir, job, attempt, host)
                 with suppress(SlurmError) if tries == TRIES else nullcontext():
                     _keep_away(run_dir, record, host)
-                slurm.requeue_job(job)
+                if not is_requeued:
+                    slurm.requeue_job(job)
+                if excluded := nodes_to_exclude(run_dir, record.get("ExcNodeList", "")):
+                    slurm.exclude_nodes(job, excluded)
+                return
+            if has_term:
                 return
         except (SlurmError, KeyError):  # no answer: asked again
             continue
+
+
+def _is(record: dict[str, str], restarts: int, state: str) -> bool:
+    return (record.get("Restarts"), record.get("JobState")) == (str(restarts), state)
 
 
 def _keep_away(run_dir: RunDir, record: dict[str, str], host: str) -> None:
@@ -61,6 +74,7 @@ def _keep_away(run_dir: RunDir, record: dict[str, str], host: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # `watch` waits for it
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # signals for the ranks reach every step of the job
         signal.signal(number, signal.SIG_IGN)
     watch(sys.argv[1], int(sys.argv[2]), RunDir(Path(sys.argv[3])))

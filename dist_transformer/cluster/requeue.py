@@ -165,8 +165,8 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left:
 
 
 def note_lost_host(run_dir: RunDir, job: str, attempt: int, host: str) -> None:
-    """Records that the job is requeued because Slurm has lost the node of its batch script."""
-    reason = f"{host} is down, and with it the batch script: requeued from another node"
+    """Records that the job is requeued because its batch script is gone with its node."""
+    reason = f"{host} went down, and with it the batch script: requeued"
     newest = newest_checkpoint(run_dir)
     _note(run_dir, "ended", job, attempt, exit_code=None, how="lost", requeued=True, reason=reason, newest=newest)
 

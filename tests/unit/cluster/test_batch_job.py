@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import signal
 import site
 import socket
@@ -161,6 +162,12 @@ def test_a_mistake_of_a_user_ends_the_job_and_a_2_of_srun_itself_does_not(slurm:
     assert slurm.ends() == [(2, "decide", False), (1, "decide", False), (0, "decide", False)]
 
 
+def test_ranks_that_srun_says_nothing_of_count_by_their_own_exit_code(slurm: Slurm) -> None:
+    """It ends with 0 if Slurm takes the node of a rank."""
+    slurm.run('echo "75 n1" > $DIST_TRANSFORMER_FIRST_EXIT; exit 0')
+    assert slurm.ends() == [(75, "decide", True)]
+
+
 def test_ranks_that_fail_start_again_at_once_and_without_a_new_checkpoint_the_job_is_requeued(slurm: Slurm) -> None:
     code, said = slurm.run(FAILS, FAILS.replace("n2", "n1"))
     assert code == 1
@@ -265,21 +272,27 @@ def test_programs_that_cannot_be_started_end_no_job_that_is_to_be_requeued(slurm
 
 
 @pytest.mark.parametrize(
-    ("reason", "restarts", "how"), [("None", 0, "cancelled"), ("None", 1, "ended"), ("TimeLimit", 0, "decide")]
+    ("reason", "restarts", "state", "how"),
+    [
+        ("None", 0, "COMPLETING", "cancelled"),
+        ("None", 1, "COMPLETING", "ended"),
+        ("TimeLimit", 0, "COMPLETING", "decide"),
+        ("None", 0, "RUNNING", "decide"),  # its node shuts down
+        ("None", 0, "RUNNING Requeue=0", "barred"),
+    ],
 )
-def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restarts: int, how: str) -> None:
+def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restarts: int, state: str, how: str) -> None:
     (slurm.folder / "reason").write_text(reason)
     slurm.programs["squeue"] = (
         "[ $(grep -c squeue {folder}/calls) -gt 1 ] && cat {folder}/reason"  # first without answer
     )
     process = slurm.start("touch $0.up; sleep 1.5; exit 143")
     _wait_for(slurm.folder / "step_1.up")
-    (slurm.folder / "job").write_text(
-        RECORD.replace("Restarts=0", f"Restarts={restarts}").replace("RUNNING", "COMPLETING")
-    )
+    (slurm.folder / "job").write_text(RECORD.replace("Restarts=0", f"Restarts={restarts}").replace("RUNNING", state))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
     assert slurm.ends() == [(143, how, how == "decide")]
+    assert len(slurm.steps()) == 1  # no ranks on a node that shuts down
 
 
 def test_a_job_that_slurm_has_started_elsewhere_is_left_alone(slurm: Slurm) -> None:
@@ -321,6 +334,38 @@ def test_another_node_requeues_a_job_from_which_slurm_has_taken_the_one_of_its_b
     assert slurm.calls("scontrol requeue 7") == 1
 
 
+TAKEN = RECORD.replace("BatchHost=n1", "BatchHost=n7").replace("RUNNING", "COMPLETING")
+
+
+@pytest.mark.parametrize(
+    ("record", "requeues", "excludes"),
+    [
+        (TAKEN.replace("Restarts=0", "Restarts=1"), 0, 1),  # back before Slurm missed it, which has requeued the job
+        (TAKEN.replace("Reason=None", "Reason=JobLaunchFailure"), 1, 1),  # set down
+        (TAKEN, 0, 0),  # a person cancels what is left of the job
+        (RECORD, 0, 0),  # this watch alone is ended
+    ],
+)
+def test_at_term_the_other_node_sees_whether_that_of_the_batch_script_was_taken(
+    slurm: Slurm, record: str, requeues: int, excludes: int
+) -> None:
+    """The new list of excluded nodes is refused once, as if the job were still at work."""
+    slurm.programs["scontrol"] += "\n" + '[[ "$*" != *Exc* || $(grep -c Exc {folder}/calls) -gt 1 ]]'
+    slurm.programs["sinfo"] = "printf '%s|idle|f|g\\n' n1 n2 n3 n4 n7"
+    slurm.run("exit 0")  # writes the programs
+    (slurm.folder / "calls").unlink()
+    module = [sys.executable, "-m", "dist_transformer.cluster.batch_host", "7", "0", str(slurm.run_dir.path)]
+    process = subprocess.Popen(module, env={**os.environ, "PATH": f"{slurm.folder}:/usr/bin:/bin"})
+    while not ignores(process.pid, signal.SIGUSR2):  # from then on it waits for TERM
+        time.sleep(0.05)
+    (slurm.folder / "job").write_text(record)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == 0
+    assert slurm.calls("scontrol requeue 7") == requeues
+    assert slurm.calls("scontrol update JobId=7 ExcNodeList=n7") == 2 * excludes
+    assert [end for end in slurm.ends() if end[1] == "lost"] == [(None, "lost", True)] * excludes
+
+
 @pytest.mark.parametrize("fault", ["no disk", "sinfo does not answer", "sinfo times out once"])
 def test_neither_a_disk_nor_a_slow_controller_keeps_the_job_from_being_requeued(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -355,6 +400,11 @@ def test_a_live_node_is_known_by_its_refusal_and_a_dead_one_by_its_silence() -> 
         places = {"accepts": server.getsockname(), "refuses": closed.getsockname(), "silent": silent.address}
         found = silent_nodes.answers({**places, "nameless": ("no-such-host.invalid", 1)})
     assert {name: code == 0 for name, code in found.items()} == {"accepts": True, "refuses": False}
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _wait_for(path: Path) -> None:
