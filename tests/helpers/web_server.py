@@ -15,6 +15,8 @@ class WebServer(ThreadingHTTPServer):
     Attributes:
         ranges: whether it answers for parts of files.
         failures: answers 503 this many times more.
+        faults: "busy" (503) or "whole" (the whole file instead of a part), by the number of the request, from 1.
+        silent: tells neither size nor version of a file.
         cut: sends this share of a body and hangs up.
         requests: answered, by path.
         bytes_sent: of bodies.
@@ -26,6 +28,8 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.ranges = folder, ranges
         self.failures, self.cut, self.bytes_sent = 0, 1.0, 0
+        self.faults: dict[int, str] = {}
+        self.silent = False
         self.requests: Counter[str] = Counter()
 
     @property
@@ -63,8 +67,9 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def _answer(self, of_folder: Any, with_body: bool) -> None:
         self.server.requests[self.path.split("?")[0]] += 1
-        if self.server.failures > 0:
-            self.server.failures -= 1
+        fault = self.server.faults.pop(self.server.requests.total(), None)
+        if self.server.failures > 0 or fault == "busy":
+            self.server.failures -= fault is None
             self.send_error(503)
             return
         file = Path(self.translate_path(self.path))
@@ -72,7 +77,7 @@ class _Handler(SimpleHTTPRequestHandler):
             of_folder()
             return
         content = file.read_bytes()
-        asked = self.headers.get("Range") if self.server.ranges else None
+        asked = self.headers.get("Range") if self.server.ranges and fault is None else None
         first, last = 0, len(content) - 1
         if asked:
             first, last = (int(end) for end in asked.removeprefix("bytes=").split("-"))
@@ -83,9 +88,10 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_response(206 if asked else 200)
         if asked:
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
-        elif not self.server.ranges:
+        elif not self.server.ranges and not self.server.silent:
             self.send_header("ETag", f'"{hash(content)}"')
-        self.send_header("Content-Length", str(last + 1 - first))
+        if not self.server.silent:
+            self.send_header("Content-Length", str(last + 1 - first))
         self.end_headers()
         if with_body:
             body = content[first : last + 1]

@@ -4,6 +4,7 @@ fsspec is imported only for an address. Exceptions of a filesystem pass through 
 retries.py); `named_errors` turns them into a DataError, or a MachineError.
 """
 
+import errno
 import hashlib
 import io
 import logging
@@ -18,10 +19,12 @@ from urllib.parse import urlsplit
 import pyarrow.parquet as pq
 
 from dist_transformer.config.paths import is_address, is_pattern
-from dist_transformer.data.sources.retries import is_outage, read_errors, reason_of, with_retries
+from dist_transformer.data.sources.retries import cause_of, is_outage, read_errors, reason_of, with_retries
 from dist_transformer.errors import DataError, MachineError
 
 FINGERPRINT_BLOCK_BYTES = 1 << 20
+RANGE_PROBES = 3
+"""Requests for a part of a file before its server counts as one that sends whole files: a proxy may do it now and then."""
 IDLE_SECONDS = 300
 """Time without data after which the read from a server fails."""
 VERSION_FIELDS = ("ETag", "Content-MD5", "Last-Modified")
@@ -33,21 +36,14 @@ def open_binary(file: str) -> BinaryIO:
     """Opens a file for sequential reading. The reads of a remote one are retried where that is possible."""
     if not is_address(file):
         return open(file, "rb")
-    remote = retried(file, lambda: _open_remote(file))
-    if _answers_ranges(remote):
-        return io.BufferedReader(_RetriedReads(file, remote))
-    remote.close()
-    stream: BinaryIO = _open_stream(file)
-    return stream
+    return retried(file, lambda: _open_parts(file) or _open_stream(file))
 
 
 def open_seekable(file: str) -> BinaryIO:
-    """Opens a remote file for random access; DataError if its server sends only complete files."""
-    # The readers of such files request exactly what they need: no read-ahead.
-    remote: BinaryIO = _open_remote(file, cache_type="none")
-    if not _answers_ranges(remote):
-        raise DataError(f"{file}: this server sends whole files only, but this format is read in parts. Download it.")
-    return remote
+    """Opens a remote file for random access, with retries; DataError if its server sends only complete files."""
+    if remote := retried(file, lambda: _open_parts(file, exact=True)):
+        return remote
+    raise DataError(f"{file}: this server sends whole files only, but this format is read in parts. Download it.")
 
 
 def open_parquet(file: str) -> pq.ParquetFile:
@@ -100,7 +96,7 @@ def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
     try:
         yield
     except _file_errors() as error:
-        reason = _reason_of_web(error)
+        reason = cause_of(error)
         if isinstance(reason, FileNotFoundError) and is_address(name):
             raise DataError(f"{name}: no such file. Check the address and the access to it.") from error
         kind = MachineError if is_outage(reason) else DataError
@@ -118,18 +114,24 @@ def retried_remote(name: str, read: Callable[[], Result]) -> Result:
 
 
 class _RetriedReads(io.RawIOBase):
-    """Reads a remote file in order; a read that fails is retried from its position."""
+    """Reads a remote file; a read that fails is retried from its position."""
 
-    def __init__(self, name: str, remote: Any) -> None:
-        self._name, self._remote = name, remote
-        self._position = 0
+    def __init__(self, name: str, remote: Any, exact: bool) -> None:
+        self._name, self._remote, self._position = name, remote, 0
+        self._least_bytes = 0 if exact else getattr(remote, "size", None) or 0
 
     def readable(self) -> bool:
         return True
 
+    seekable = readable
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = int(self._remote.seek(offset, whence))
+        return self._position
+
     def readinto(self, buffer: Any) -> int:
         content = retried(self._name, lambda: self._read(len(buffer)))
-        if not content and self._position < (getattr(self._remote, "size", None) or 0):
+        if not content and self._position < self._least_bytes:
             raise DataError(f"{self._name}: changed while it was read: it is shorter now. Start again.")
         buffer[: len(content)] = content
         self._position += len(content)
@@ -137,7 +139,10 @@ class _RetriedReads(io.RawIOBase):
 
     def _read(self, size: int) -> bytes:
         self._remote.seek(self._position)
-        return bytes(self._remote.read(size))
+        try:
+            return bytes(self._remote.read(size))
+        except ValueError as error:  # a web server that has sent parts of files sends the whole file now
+            raise OSError(errno.EIO, reason_of(error)) from error
 
 
 def _filesystem(address: str, **options: Any) -> tuple[Any, str]:
@@ -160,13 +165,6 @@ def _file_errors() -> tuple[type[Exception], ...]:
     return (*read_errors(), ValueError, lzma.LZMAError, zlib.error)
 
 
-def _reason_of_web(error: BaseException) -> BaseException:
-    """Returns the actual cause: fsspec raises "no such file" for every unusable or missing answer of a web server."""
-    cause = error.__cause__
-    is_other = isinstance(cause, OSError) or getattr(cause, "status", 404) != 404
-    return cause if isinstance(error, FileNotFoundError) and cause is not None and is_other else error
-
-
 def _open_remote(file: str, **options: Any) -> Any:
     filesystem, path = _filesystem(file)
     return filesystem.open(path, "rb", **options)
@@ -181,18 +179,21 @@ def _open_stream(file: str) -> Any:
     return filesystem.open(path, "rb", block_size=0)
 
 
-def _answers_ranges(remote: Any) -> bool:
-    """True if any part of a remote file can be requested; only web servers may refuse."""
-    if "http" not in getattr(getattr(remote, "fs", None), "protocol", ()):
-        return True
-    if not remote.size:
-        return False
-    with suppress(ValueError):
-        remote.seek(remote.size - 1)
-        remote.read(1)
-        remote.seek(0)
-        return True
-    return False
+def _open_parts(file: str, exact: bool = False) -> BinaryIO | None:
+    """Opens a remote file of which any part can be requested; None if its server sends only complete files.
+
+    No read-ahead for readers that request exactly what they need (`exact`), and know where the file ends.
+    """
+    remote = _open_remote(file, **({"cache_type": "none"} if exact else {}))
+    for _ in range(RANGE_PROBES):
+        with suppress(ValueError):
+            if "http" in getattr(getattr(remote, "fs", None), "protocol", ()):  # only web servers may refuse
+                remote.seek(-1, os.SEEK_END)
+                remote.read(1)
+                remote.seek(0)
+            return io.BufferedReader(_RetriedReads(file, remote, exact), 1 if exact else io.DEFAULT_BUFFER_SIZE)
+    remote.close()
+    return None
 
 
 def _info(file: str) -> dict[str, Any]:
@@ -213,12 +214,12 @@ def _matching(address: str) -> list[str]:
 
 
 def _remote_ends(file: str) -> dict[str, Any]:
-    with _open_remote(file, cache_type="none") as remote:
-        if _answers_ranges(remote):
-            if (size := _info(file).get("size")) is None:
-                raise DataError(f"{file}: the server does not say how large this file is. Download it.")
-            return _ends(remote, int(size))
     info = _info(file)
+    if remote := _open_parts(file, exact=True):
+        if (size := info.get("size")) is None:
+            raise DataError(f"{file}: the server does not say how large this file is. Download it.")
+        with remote:
+            return _ends(remote, int(size))
     version = next((info[field] for field in VERSION_FIELDS if info.get(field)), None)
     return {"bytes": info.get("size"), "version": version}
 

@@ -13,6 +13,7 @@ READ_ATTEMPTS = 8
 """Attempts to read a row group or a remote file, 12 seconds in all: enough for a busy disk, and short beside an outage."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
+LAST_ATTEMPT = "after the last attempt"
 REMOTE_ERRORS = {
     "aiohttp": ("ClientError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
@@ -30,18 +31,20 @@ def with_retries(read: Callable[[], Result], warn: Callable[[str], None]) -> Res
     """Returns the result of `read`, tried up to READ_ATTEMPTS times with pauses of 0.1, 0.2, 0.4 ... 5 s plus up to 0.1 s.
 
     Args:
-        warn: called after each failed attempt that is followed by another; the exception of the last one is raised.
+        warn: called after each failed attempt but the last, whose exception is raised, and also ends the retries around.
     """
-    pause = FIRST_PAUSE_SECONDS
-    for attempt in range(1, READ_ATTEMPTS):
+    pause, attempt = FIRST_PAUSE_SECONDS, 1
+    while True:
         try:
             return read()
         except read_errors() as error:
+            if attempt >= READ_ATTEMPTS or LAST_ATTEMPT in getattr(error, "__notes__", ()):
+                error.add_note(LAST_ATTEMPT)
+                raise
             seconds = pause + random.uniform(0, FIRST_PAUSE_SECONDS)
             warn(f"{reason_of(error)}; attempt {attempt} of {READ_ATTEMPTS}, again in {seconds:.1f} s")
             time.sleep(seconds)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-    return read()
+            pause, attempt = min(2 * pause, LONGEST_PAUSE_SECONDS), attempt + 1
 
 
 def read_errors() -> tuple[type[Exception], ...]:
@@ -54,6 +57,7 @@ def is_outage(error: BaseException) -> bool:
 
     Arrow's error for a damaged file is an OSError too, but has no error number.
     """
+    error = cause_of(error)
     answer = getattr(getattr(error, "response", None), "status_code", None)
     if answer is not None:  # of the Hub
         return bool(answer >= 500 or answer == 429)
@@ -61,6 +65,13 @@ def is_outage(error: BaseException) -> bool:
         failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS
         return failed or isinstance(error, TimeoutError | ConnectionError)
     return isinstance(error, tuple(_remote_errors()))
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Returns the actual cause: fsspec raises "no such file" for every unusable or missing answer of a web server."""
+    cause = error.__cause__
+    is_other = isinstance(cause, OSError) or getattr(cause, "status", 404) != 404
+    return cause if isinstance(error, FileNotFoundError) and cause is not None and is_other else error
 
 
 def reason_of(error: BaseException) -> str:

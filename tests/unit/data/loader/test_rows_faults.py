@@ -28,6 +28,7 @@ from rows_helpers import (
     write_token_split,
     write_tokenizer,
 )
+from web_server import WebServer, web_server
 
 from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.rows import RowReader
@@ -271,8 +272,7 @@ def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(
     assert read.quarantined == ()
     address, path = f"faulty://{tmp_path}/remote/corpus.parquet", f"{tmp_path}/remote/corpus.parquet"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{address}: row group 0: {path}: the remote did not answer in time; "
-        f"attempt {attempt} of 3, again in {pause:.1f} s"
+        f"{address}: {path}: the remote did not answer in time; attempt {attempt} of 3, again in {pause:.1f} s"
         for attempt, pause in enumerate([pause for pause in pauses if pause >= 0.1], start=1)
     ]
 
@@ -294,6 +294,35 @@ def test_a_remote_that_never_answers_raises_or_is_left_out(tmp_path, remote, fau
         remote_reader(tmp_path, remote).read(WINDOW)
     read = remote_reader(tmp_path, remote, on_bad_row_group="quarantine").read(WINDOW)
     assert [lost.place for lost in read.quarantined] == [f"row group {group} of {address}" for group in range(3)]
+
+
+def at_server(split: Split, server: WebServer) -> Split:
+    (shard,) = split.shards
+    return replace(split, shards=(replace(shard, file=f"{server.address}/{Path(shard.file).name}"),))
+
+
+def test_a_proxy_that_sends_the_whole_file_now_and_then_is_asked_again(tmp_path, texts):
+    expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW).rows)
+    with web_server(tmp_path) as server:
+        split = at_server(texts, server)
+        assert as_lists(remote_reader(tmp_path, split).read(WINDOW).rows) == expected
+        for number in range(1, server.requests.total() + 1):
+            server.faults = {server.requests.total() + number: "whole"}
+            assert as_lists(remote_reader(tmp_path, split).read(WINDOW).rows) == expected
+            assert not server.faults
+
+
+@pytest.mark.parametrize(("fault", "is_open"), [("busy", True), ("busy", False), ("whole", True)])
+def test_a_web_server_that_stays_faulty_is_an_outage_of_so_many_requests(tmp_path, texts, fault, is_open):
+    with web_server(tmp_path) as server:
+        reader = remote_reader(tmp_path, at_server(texts, server))
+        if is_open:
+            reader.read(WINDOW)
+        before = server.requests.total()
+        server.faults = dict.fromkeys(range(before, before + 1000), fault)
+        with pytest.raises(MachineError, match=r"corpus\.parquet: row group 0 cannot be read"):
+            reader.read(WINDOW)
+        assert server.requests.total() == before + (2 if is_open else 4)  # two attempts; HEAD and GET of each opening
 
 
 def test_each_row_group_of_a_window_is_read_once_however_it_is_cut(tmp_path, remote):

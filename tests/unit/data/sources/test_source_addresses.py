@@ -214,6 +214,47 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, web: WebServer):
             read(web.address, corpus)
 
 
+@pytest.mark.parametrize("fault", ["busy", "whole"])
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.tsv"])
+def test_each_request_may_fail_once_or_bring_the_whole_file(
+    tmp_path: Path, web: WebServer, monkeypatch: pytest.MonkeyPatch, name: str, fault: str
+):
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
+    write_corpora(str(tmp_path))
+    corpus = CorpusConfig(path=name)
+    expected = corpus_fingerprint(corpus, data_at(web.address, corpus))
+    assert read(web.address, corpus) == PAIRS
+    for number in range(1, web.requests.total() + 1):
+        web.faults = {web.requests.total() + number: fault}
+        assert corpus_fingerprint(corpus, data_at(web.address, corpus)) == expected
+        assert read(web.address, corpus) == PAIRS
+        assert not web.faults
+
+
+def test_a_read_of_a_file_in_parts_has_so_many_attempts_and_no_more(
+    tmp_path: Path, web: WebServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 3)
+    write_corpora(str(tmp_path))
+    corpus = CorpusConfig(path="a.parquet")
+    assert read(web.address, corpus) == PAIRS
+    num_requests = web.requests.total()
+    web.faults = dict.fromkeys(range(num_requests + 4, num_requests + 1000), "busy")  # the first read of its footer
+    with pytest.raises(MachineError, match=rf"{web.address}/a\.parquet: cannot be read: .*503"):
+        read(web.address, corpus)
+    assert web.requests.total() == num_requests + 3 + 3
+
+
+def test_a_server_of_whole_files_is_asked_again_at_the_start(tmp_path: Path):
+    write_corpora(str(tmp_path))
+    with web_server(tmp_path, ranges=False) as server:
+        assert read(server.address, CorpusConfig(path="a.tsv")) == PAIRS
+        for number in range(1, server.requests.total() + 1):
+            server.faults = {server.requests.total() + number: "busy"}
+            assert read(server.address, CorpusConfig(path="a.tsv")) == PAIRS
+            assert not server.faults
+
+
 class _Flaky(MemoryFileSystem):
     """Fails every second read."""
 
