@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ IDLE_SECONDS = 300
 VERSION_FIELDS = ("ETag", "Content-MD5", "Last-Modified")
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
 
 
 def open_binary(file: str) -> BinaryIO:
@@ -73,7 +75,8 @@ def files_of_address(address: str) -> list[str]:
 def file_fingerprint(file: str) -> dict[str, Any]:
     """Returns name, size and the SHA-256 of the first and last MiB of a file: independent of its location.
 
-    For a server that sends only complete files, the version that it reports replaces the digest.
+    For a server that sends only complete files, the version that it reports replaces the digest, or
+    without one the SHA-256 of the first MiB.
     """
     name = base_name(file)
     if not is_address(file):
@@ -221,7 +224,14 @@ def _remote_ends(file: str) -> dict[str, Any]:
         with remote:
             return _ends(remote, int(size))
     version = next((info[field] for field in VERSION_FIELDS if info.get(field)), None)
-    return {"bytes": info.get("size"), "version": version}
+    found = {"bytes": info.get("size"), "version": version}
+    return found if version else {**found, "beginning_sha256": _beginning(file)}
+
+
+def _beginning(file: str) -> str:
+    _warn_once("%s: its server tells no version: only changes of its size or first MiB will be noticed", file)
+    with io.BufferedReader(_open_stream(file)) as stream:
+        return hashlib.sha256(stream.read(FINGERPRINT_BLOCK_BYTES)).hexdigest()
 
 
 def _ends(file: BinaryIO, size: int) -> dict[str, Any]:

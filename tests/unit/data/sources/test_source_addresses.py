@@ -1,6 +1,7 @@
 """Text at addresses gives the rows of text on the disk; what goes wrong on the way is said with the address."""
 
 import gzip
+import hashlib
 import lzma
 import sys
 from collections.abc import Iterator
@@ -174,6 +175,21 @@ def test_without_parts_of_files_a_fingerprint_is_the_version_that_the_server_tel
             prints.append(corpus_fingerprint(corpus, data_at(server.address, corpus)))
     assert prints[0] == prints[1] != prints[2]
     assert prints[0]["files"][0]["bytes"] == 6 << 20
+
+
+def test_without_a_version_and_a_size_a_fingerprint_is_of_the_first_mib_and_a_warning_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    corpus, prints = CorpusConfig(path="a.tsv"), []
+    with web_server(tmp_path, ranges=False) as server:
+        server.silent = True
+        for text in ("x", "x", "y"):
+            (tmp_path / "a.tsv").write_text(text * (3 << 20))
+            (found,) = corpus_fingerprint(corpus, data_at(server.address, corpus))["files"]
+            prints.append(found)
+    assert prints[0] == prints[1] != prints[2]
+    assert prints[0]["beginning_sha256"] == hashlib.sha256(b"x" * (1 << 20)).hexdigest()
+    assert caplog.text.count(f"{server.address}/a.tsv: its server tells no version") == 1
 
 
 def test_an_index_of_parquet_files_is_the_same_wherever_they_lie(tmp_path: Path, web: WebServer, memory: str):
