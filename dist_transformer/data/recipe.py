@@ -4,6 +4,7 @@ Two preparations with the same recipe give the same rows in the same order, so i
 folder made by another recipe is refused with the settings that differ.
 """
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
 def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config) -> dict[str, Any]:
     """Returns a recipe as one of FORMATS has it; unchanged if the user asks for what that could not do."""
     data = config.data
+    if version in (FORMER_RULES, FORMAT_BEFORE_RULES):
+        recipe = _without_beginnings(recipe)
     if version != FORMAT_BEFORE_RULES:
         return {**recipe, "format": version if version in FORMATS else PREPARED_FORMAT}
     own = any(corpus.filters for corpus in data.training_corpora().values())
@@ -65,6 +68,15 @@ def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config
     filters = {key: value for key, value in recipe["filters"].items() if key not in ("rules", "scores")}
     rest = {key: value for key, value in recipe.items() if key != "held_out"}
     return {**rest, "format": FORMAT_BEFORE_RULES, "filters": filters}
+
+
+def _without_beginnings(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns a recipe that knows files whose server tells no version by name and size alone, as former formats did."""
+
+    def left(each: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in each.items() if key != "beginning_sha256"}
+
+    return dict(json.loads(json.dumps(recipe), object_hook=left))
 
 
 def recipe_without_modifiers(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from prepare_helpers import (
     write_text,
     write_tsv,
 )
+from web_server import web_server
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import HeldOut
@@ -49,6 +50,23 @@ def in_format(version: int, config: Config) -> Manifest:
     (folder / MANIFEST_NAME).write_text(json.dumps(value))
     target = folder if config.data.prepared else folder.with_name(json_digest(recipe)[:16])
     return Manifest.load(folder.rename(target))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("version", [FORMER_RULES, FORMAT_BEFORE_RULES])
+def test_a_former_folder_of_text_whose_server_tells_no_version_is_taken_as_it_is(
+    tmp_path: Path, version: int, is_named: bool
+):
+    write_text(tmp_path, PAIRS[:100])
+    with web_server(tmp_path, ranges=False) as server:
+        server.silent = True
+        prepared = str(tmp_path / "mine") if is_named else None
+        rules = {"filters": {"rules": {"held_out": version == FORMER_RULES}}}
+        config = config_of(tmp_path, data={"root": server.address, "prepared": prepared, **rules})
+        assert "beginning_sha256" in str(make_recipe(config))
+        former = in_format(version, config)
+        assert "beginning_sha256" not in str(former.recipe)
+        assert prepare(config) == former
 
 
 @pytest.mark.parametrize("is_named", [True, False])
