@@ -83,7 +83,7 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Refuses empty arguments, as of a shell's variable that is not set: a path of them would be the current folder."""
         for before, argument in pairwise(args):
-            if not argument or re.fullmatch(r"--[\w-]+=", argument):
+            if not (argument or before in ("--after", "--node")) or re.fullmatch(r"--[\w-]+=", argument):
                 place = argument.removesuffix("=") or f"the argument after {before}"
                 raise UserError(f"{place}: is empty, as of a variable that is not set; give a value, or leave it out")
         return super().resolve_command(ctx, args)

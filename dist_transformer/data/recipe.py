@@ -48,10 +48,11 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
     """
     if "held_out" not in recipe or not data.holds_out():
         return []
-    known = [recipe["validation"], *recipe["held_out"].values()]
+    known = [each and _without_beginnings(each) for each in (recipe["validation"], *recipe["held_out"].values())]
     here = {name: corpus for name, corpus in data.held_out_corpora().items() if is_text_at_hand(corpus, data)}
     with suppress(DataError, MachineError):  # a server does not give the text
-        return [name for name, corpus in here.items() if corpus_fingerprint(corpus, data) not in known]
+        prints = {name: _without_beginnings(corpus_fingerprint(corpus, data)) for name, corpus in here.items()}
+        return [name for name, found in prints.items() if found not in known]
     return []
 
 

@@ -183,6 +183,9 @@ class LineReader:
     """Reads ranges of lines of a file in ascending order; created before the file's digest, or number of lines, is taken."""
 
     def __init__(self, path: Path) -> None:
+        with suppress(OSError):
+            if path.is_file():
+                path.open("rb").close()  # a file server tells what is there now
         self._path, self._lines, self._next, self._version = path, numbered_lines(path), 0, _version_of(path)
 
     def read(self, first: int, count: int) -> list[str]:

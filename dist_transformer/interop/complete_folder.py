@@ -1,6 +1,8 @@
 """Atomic writing of folders."""
 
+import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +12,8 @@ from pathlib import Path
 
 from dist_transformer.files import flush_to_disk
 from dist_transformer.run.outputs import check_output, never, writing
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -48,14 +52,15 @@ def complete_folder(
 
 def _clear_up(folder: Path, is_own: Callable[[Path], bool]) -> None:
     """Brings back an older folder that a killed process had moved aside; removes half-written ones after a day."""
-    names = f".{escape(folder.name)}.*[0-9]"
-    aside = [old for old in folder.parent.glob(f"{names}.old") if is_own(old)]
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.(old|tmp)")
+    left = [each for each in folder.parent.glob(f".{escape(folder.name)}.*") if pattern.fullmatch(each.name)]
+    aside = [each for each in left if each.suffix == ".old" and is_own(each)]
     if aside and not folder.exists():
         os.rename(max(aside, key=lambda old: old.stat().st_ctime), folder)
     with suppress(OSError):  # another process removes them
-        for torn in folder.parent.glob(f"{names}.tmp"):
-            if time.time() - torn.stat().st_ctime > 24 * 3600:
-                shutil.rmtree(torn)
+        for each in left:
+            if each.suffix == ".tmp" and time.time() - each.stat().st_ctime > 24 * 3600:
+                shutil.rmtree(each)
 
 
 def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
@@ -67,6 +72,8 @@ def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
     os.rename(temporary, folder)
     flush_to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        log.warning("%s: cannot be removed; it is what %s was before", old, folder)
 
 
 def _link(source: str, target: str) -> None:

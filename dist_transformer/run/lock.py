@@ -57,7 +57,7 @@ class RunLock:
             MachineError: an earlier attempt of this job works on it, or the lock outlives its holder.
         """
         try:
-            _take(self._lock, self._wait_seconds)  # without locks the heartbeat alone decides
+            take(self._lock, self._wait_seconds)  # without locks the heartbeat alone decides
         except filelock.Timeout:
             raise self._refusal(self._seconds_since_beat()) from None
         if self._is_held_from_elsewhere():
@@ -180,7 +180,7 @@ def while_nobody_submits(run_dir: RunDir) -> Iterator[None]:
     run_dir.slurm.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(run_dir.submit_lock, fallback_to_soft=False)
     try:
-        _take(lock, 0)
+        take(lock, 0)
     except filelock.Timeout:
         raise UserError(f"{run_dir.path}: another submit works on this run folder; wait until it has ended") from None
     try:
@@ -194,7 +194,7 @@ def while_nobody_submits(run_dir: RunDir) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _take(lock: filelock.BaseFileLock, wait_seconds: float) -> None:
+def take(lock: filelock.BaseFileLock, wait_seconds: float) -> None:
     """Takes a lock, unless the disk keeps none. Raises filelock.Timeout if it is held."""
     try:
         lock.acquire(timeout=wait_seconds)

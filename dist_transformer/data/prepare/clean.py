@@ -26,6 +26,7 @@ from dist_transformer.data.prepare.scan import ReportProgress, read_held_out
 from dist_transformer.data.sources.corpus import read_corpus
 from dist_transformer.errors import UserError
 from dist_transformer.files import flush_to_disk, read_json, write_json
+from dist_transformer.run.lock import take
 from dist_transformer.run.outputs import check_output, writing
 
 WORK_FOLDER, LABEL, REPORT_NAME = ".clean", "data-clean.unfinished", "clean.json"
@@ -75,16 +76,20 @@ def _work_folder(out: Path) -> Iterator[Path]:
     """Yields the work folder, locked by its label, which goes last: what a killed process leaves is known as ours."""
     work, label = out / WORK_FOLDER, out / WORK_FOLDER / LABEL
     work.mkdir(parents=True, exist_ok=True)
+    label.touch()
+    lock = FileLock(label, fallback_to_soft=False)
     try:
-        held = FileLock(label, fallback_to_soft=False).acquire(timeout=0)
+        take(lock, 0)
     except Timeout:
         raise UserError(f"{out}: another process cleans into it; wait until it ends, or give another path") from None
-    with held:
+    try:
         for left_over in {*work.iterdir()} - {label}:
             left_over.unlink()
         yield work
         for path in sorted(work.iterdir(), key=label.__eq__):
             path.unlink()  # the label while it is held: no lock is taken on a file that is gone
+    finally:
+        lock.release()
     with suppress(OSError):  # another process begins
         work.rmdir()
 

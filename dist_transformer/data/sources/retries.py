@@ -58,9 +58,9 @@ def is_outage(error: BaseException) -> bool:
     Arrow's error for a damaged file is an OSError too, but has no error number.
     """
     error = cause_of(error)
-    answer = getattr(getattr(error, "response", None), "status_code", None)
-    if answer is not None:  # of the Hub
-        return bool(answer >= 500 or answer == 429)
+    answer = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
+    if isinstance(answer, int) and answer >= 400:  # of the Hub, or a web server
+        return answer >= 500 or answer in (408, 425, 429)
     if isinstance(error, OSError):
         failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS
         return failed or isinstance(error, TimeoutError | ConnectionError)

@@ -65,6 +65,12 @@ def test_an_empty_argument_is_not_taken_for_the_current_folder(arguments, place,
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_job_may_begin_after_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refusal = CliRunner().invoke(app, ["submit", "my.yaml", "--after", "", "--dry-run"]).exception
+    assert "my.yaml: no such file" in str(refusal)
+
+
 def test_a_verb_is_found_without_the_others():
     found = subprocess.run(
         [sys.executable, "-c", "import sys; from dist_transformer.cli.main import app; app(standalone_mode=False);"

@@ -111,6 +111,14 @@ def test_a_model_that_a_killed_process_left_aside_comes_back_before_the_new_one_
     assert not folder.with_name(".model.4711.old").exists()
 
 
+def test_a_folder_that_was_left_aside_is_not_taken_for_one_of_another_name(folder: Path) -> None:
+    others = folder.with_name(".model.10.4711.old")
+    folder.rename(others)
+    save(folder)
+    assert others.exists()
+    assert "license: unknown\n" in text_of(folder)
+
+
 def test_a_card_without_the_mark_is_the_users(folder: Path) -> None:
     own = text_of(folder).replace(MARK + "\n", "").replace("## Data", "## My data")
     (folder / CARD).write_text(own)

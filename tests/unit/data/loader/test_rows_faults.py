@@ -8,8 +8,9 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -348,6 +349,12 @@ def answer_of_hub(status: int) -> Exception:
     return hub_errors.HfHubHTTPError(f"status {status}", response=hub_errors.Response(status, request=request))
 
 
+def answer_of_server(status: int) -> Exception:
+    error = FileNotFoundError("http://server/a.parquet")
+    error.__cause__ = aiohttp.ClientResponseError(cast(Any, None), (), status=status)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_outage"),
     [
@@ -359,6 +366,9 @@ def answer_of_hub(status: int) -> Exception:
         (answer_of_hub(429), True),
         (hub_errors.HTTPError("no route"), True),
         (answer_of_hub(404), False),
+        (answer_of_server(503), True),
+        (answer_of_server(429), True),
+        (answer_of_server(403), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),
         (OSError("could not verify page integrity"), False),  # Arrow's, of damaged bytes
     ],

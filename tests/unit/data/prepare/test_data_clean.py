@@ -1,5 +1,7 @@
 """`data clean`: what is kept and what is dropped, with reasons, and nothing of anybody else is touched."""
 
+import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -111,6 +113,16 @@ def test_data_clean_is_refused_where_another_process_cleans_and_changes_nothing_
     ]
     assert sorted(path.name for path in out.iterdir()) == ["clean.json", "train.de", "train.dropped.tsv", "train.en"]
     assert len((out / "train.en").read_text().splitlines()) == 50
+
+
+def test_data_clean_needs_no_locks_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    out = tmp_path / "out"
+    clean.clean(config_in(tmp_path, PAIRS[:50], {}), out, lambda *_: None)
+    assert sorted(path.name for path in out.iterdir()) == ["clean.json", "train.de", "train.dropped.tsv", "train.en"]
 
 
 def test_data_clean_names_the_sides_where_both_languages_are_the_same(tmp_path: Path):

@@ -26,7 +26,7 @@ from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_dige
 from dist_transformer.data.prepare.claims import WORK_FOLDER
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.data.prepare.state import PrepareState
-from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, FORMER_RULES, make_recipe, recipe_of_format
+from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, FORMER_RULES, make_recipe, not_held_out, recipe_of_format
 from dist_transformer.data.sentences import Sentences
 from dist_transformer.errors import DataError
 
@@ -67,6 +67,7 @@ def test_a_former_folder_of_text_whose_server_tells_no_version_is_taken_as_it_is
         former = in_format(version, config)
         assert "beginning_sha256" not in str(former.recipe)
         assert prepare(config) == former
+        assert not not_held_out(config.data, former.recipe)
 
 
 @pytest.mark.parametrize("is_named", [True, False])
