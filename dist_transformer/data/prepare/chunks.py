@@ -182,7 +182,7 @@ class Units:
                 self._progress(unit, end, total)
                 if end % CHUNK_ROWS == 0:
                     claims.finish(chunk, self._write_chunk(name, chunk, rows, is_keys))
-                    rows = []
+                    rows.clear()
             for last in claims.unfinished:  # the last chunk ends with the corpus
                 claims.finish(last, self._write_chunk(name, last, rows, is_keys))
             self._make(end_unit(unit), lambda: claims.num_chunks)
@@ -204,13 +204,14 @@ class Units:
         if is_keys:
             save_keys(self._hash_file(name, chunk), rows)
             return None
-        table = pa.concat_tables([table for table, _ in rows])
+        tables = [table for table, _ in rows]
         counts, shard = Chunk.together([counts for _, counts in rows]), None
+        rows.clear()  # the tables are replaced while a spill file is written
         if counts.rows and name in self._training:
             corpus = self._training.index(name)
-            write_spill(table, self._spill(name, chunk), self._config.run.seed, corpus, chunk)
+            write_spill(tables, self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
-            shard = asdict(self._write_shard(name, chunk, table))
+            shard = asdict(self._write_shard(name, chunk, pa.concat_tables(tables)))
         return {"counts": asdict(counts), "shard": shard}
 
     def _made_chunks(self, name: str) -> MadeChunks:

@@ -5,6 +5,7 @@ of a range of keys are adjacent in each of them. A shard is one range, gathered 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +66,24 @@ def write_shard(
     return Shard(file, size, digest, tuple(groups))
 
 
-def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int) -> None:
-    """Draws the keys of a chunk's rows from (seed, number of the corpus, chunk), and writes the rows sorted by key."""
-    keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(KEY_LIMIT, size=table.num_rows)
-    order = np.argsort(keys, kind="stable")
-    keyed = table.take(pa.array(order)).append_column("key", pa.array(keys[order]))
-    with replacing(path) as temporary:
-        pq.write_table(
-            keyed, temporary, compression="zstd", row_group_size=SPILL_ROW_GROUP_ROWS, write_page_checksum=True
-        )
+def write_spill(tables: list[pa.Table], path: Path, seed: int, corpus: int, chunk: int) -> None:
+    """Draws the keys of a chunk's rows from (seed, number of the corpus, chunk), and writes the rows sorted by key.
+
+    Memory: the rows once, since each table of the list is replaced by itself sorted.
+    """
+    ends = np.cumsum([table.num_rows for table in tables])
+    keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(KEY_LIMIT, size=ends[-1])
+    firsts, cuts = np.sort(keys)[::SPILL_ROW_GROUP_ROWS], []
+    for number, own in enumerate(np.split(keys, ends[:-1])):
+        tables[number] = tables[number].append_column("key", pa.array(own)).sort_by("key")
+        cuts.append([*np.searchsorted(np.sort(own), firsts), len(own)])
+    with (
+        replacing(path) as temporary,
+        pq.ParquetWriter(temporary, tables[0].schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        for bounds in zip(*map(pairwise, cuts), strict=True):
+            parts = [table.slice(low, high - low) for table, (low, high) in zip(tables, bounds, strict=True)]
+            writer.write_table(pa.concat_tables(parts).combine_chunks().sort_by("key"))
 
 
 def gather_ranges(spills: Sequence[Path], indices: Sequence[int], num_ranges: int) -> Iterator[pa.Table]:

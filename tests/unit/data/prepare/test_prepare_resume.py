@@ -9,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, read_split, write_text
 from web_server import web_server
 
+from dist_transformer.data.loader.window_request import random_generator
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
 from dist_transformer.data.prepare import chunks, preparation, shards
 from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, Work
@@ -24,6 +28,8 @@ from dist_transformer.data.sources import files, retries
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.files import read_json, write_json
 
+COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
+"""Counts the memory of tables; lives as long as any of them."""
 RECORDS = 12
 """Written for the small corpus: scan 1, tokenizer 1, chunks 4 + 1, ends of two corpora 2, ranges 3."""
 
@@ -443,3 +449,22 @@ def test_an_unreadable_state_is_named(tmp_path: Path):
     (folder / WORK_FOLDER / STATE_NAME).write_text("{}")
     with pytest.raises(DataError, match=r"state\.json: cannot be read .* Delete .* and prepare again"):
         prepare(config)
+
+
+def test_a_spill_file_is_its_chunk_sorted_by_key_written_with_little_memory_beside_the_rows(tmp_path: Path):
+    def tables() -> list[pa.Table]:
+        ids = [[row % 7] * 200 for row in range(500)]
+        return [shards.token_table(np.arange(500) + 500 * n, ids, ids, (100, 100)) for n in range(80)]
+
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(COUNTED)
+    try:
+        shards.write_spill(rows := tables(), tmp_path / "spill.parquet", 1, 0, 0)
+        assert COUNTED.max_memory() < 1.7 * sum(table.nbytes for table in rows)
+    finally:
+        pa.set_memory_pool(before)
+    keys = random_generator(1, shards.PURPOSE_SHUFFLE, 0, 0).integers(shards.KEY_LIMIT, size=40_000)
+    plain = pa.concat_tables(tables()).append_column("key", pa.array(keys)).sort_by("key")
+    with pq.ParquetFile(tmp_path / "spill.parquet") as file:
+        assert file.read().equals(plain)
+        assert {file.metadata.row_group(n).num_rows for n in range(9)} == {shards.SPILL_ROW_GROUP_ROWS}
