@@ -35,7 +35,7 @@ from dist_transformer.training.divergence import Diverged, Recovery, first_bad_s
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.precision import bf16_warning, resolve_precision
 from dist_transformer.training.run import Run
-from dist_transformer.training.run_data import RunData, open_run_data
+from dist_transformer.training.run_data import RunData, open_run_data, row_groups_warning
 from dist_transformer.training.run_log import add_to_history, note
 from dist_transformer.training.run_log import run_id as run_id_of
 from dist_transformer.training.trainer import train
@@ -66,6 +66,8 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
             log.info("precision  %s", precision)
         if ranks.is_rank_zero and (warning := bf16_warning(config, ranks.device)):
             log.warning("precision  %s", warning)
+        if ranks.is_rank_zero and (warning := row_groups_warning(config, manifest)):
+            log.warning("data       %s", warning)
         code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
     except UserError as error:
         _note_failure(run_dir, ranks, str(error), is_refusal=True, is_told=error.is_agreed)

@@ -17,7 +17,7 @@ from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.workers import LoaderSettings
 from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
-from dist_transformer.data.prepare.scan import load_tokenizer
+from dist_transformer.data.prepare.scan import LARGE_GROUP_WINDOWS, load_tokenizer
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.files import file_sha256
 from dist_transformer.run.resume_checks import differs, recipe_of_checkpoint, recipe_settings
@@ -43,9 +43,8 @@ class RunData:
         """Returns the planner for a number of lanes, which a checkpoint may have other than the configuration."""
         splits = [self.manifest.splits[name] for name in self.manifest.training]
         group_rows = tuple(tuple(group.rows for group in split.row_groups) for split in splits)
-        data = self.config.data
-        begun = stages(data, [split.rows for split in splits])
-        return Planner(group_rows, num_lanes, data.window_rows, self.config.run.seed, begun)
+        begun = stages(self.config.data, [split.rows for split in splits])
+        return Planner(group_rows, num_lanes, self.config.data.window_rows, self.config.run.seed, begun)
 
     @cached_property
     def reader(self) -> RowReader:
@@ -134,8 +133,7 @@ class RunData:
             )
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
-        batches = checkpoint.state["batches"]
-        partition = position.partition
+        batches, partition = checkpoint.state["batches"], position.partition
         before, now = partition.shares, self.planner.stage_at(max(batches - 1, 0), partition.streams)[0]
         if batches and before != now:
             raise CheckpointError(
@@ -157,6 +155,15 @@ def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
             "each lane needs a row; lower data.lanes or add text"
         )
     return RunData(config, folder, manifest)
+
+
+def row_groups_warning(config: Config, manifest: Manifest) -> str:
+    """Returns a warning if windows read many times their rows, since they read a row group of each corpus whole, or ""."""
+    largest = [max((g.rows for g in manifest.splits[name].row_groups), default=0) for name in manifest.training]
+    read, limit = sum(largest), LARGE_GROUP_WINDOWS * config.data.window_rows
+    said = f"a window of {config.data.window_rows} rows reads row groups of {read} rows: give a new run data.window_rows of "
+    said += f"{-(-read // LARGE_GROUP_WINDOWS)}, or prepare with data.row_group_rows of {max(1, limit // len(largest))}"
+    return said if read > limit else ""
 
 
 def _refuse_other_tokenizer(folder: Path, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from dist_transformer.data.sources.arrow import column_paths
 from dist_transformer.data.sources.remote import open_parquet
 from dist_transformer.data.sources.retries import is_outage, read_errors, reason_of, with_retries
 
-OPEN_FILES = 64
+OPEN_FILES, MOST_CORPORA = 64, 512  # within the usual limit of 1,024 open files
 log = logging.getLogger(__name__)
 
 
@@ -73,13 +73,14 @@ class SplitPlaces:
 
 
 class RowGroupTables:
-    """Reads row groups as tables. Keeps the newest files open; a copy in another process opens its own."""
+    """Reads row groups as tables. Keeps the newest files open, one of each corpus or more; a copy in another process opens
+    its own."""
 
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+    def __init__(self, num_corpora: int) -> None:
+        self._num_corpora, self._open = num_corpora, OrderedDict[str, pq.ParquetFile]()
 
-    def __reduce__(self) -> tuple[type["RowGroupTables"], tuple[()]]:
-        return type(self), ()
+    def __reduce__(self) -> tuple[type["RowGroupTables"], tuple[int]]:
+        return type(self), (self._num_corpora,)
 
     def read(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
         """Reads these columns (dots reach into nested ones) of a row group; UnreadableRowGroup if it cannot be read."""
@@ -109,6 +110,6 @@ class RowGroupTables:
     def _file(self, name: str) -> pq.ParquetFile:
         file = self._open.pop(name, None) or open_parquet(name)
         self._open[name] = file
-        if len(self._open) > OPEN_FILES:
+        if len(self._open) > OPEN_FILES + min(self._num_corpora, MOST_CORPORA):
             self._open.popitem(last=False)
         return file

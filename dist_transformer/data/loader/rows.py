@@ -53,7 +53,7 @@ class RowReader:
     def __init__(self, folder: Path, manifest: Manifest, data: DataConfig, sampling: float, seed: int) -> None:
         self._folder, self._data = folder, data
         self._splits, self._recipe = manifest.splits, manifest.recipe
-        self._tables = RowGroupTables()
+        self._tables = RowGroupTables(len(manifest.training))
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
         self._corpora = tuple(self._corpus(name) for name in manifest.training)
 

@@ -67,10 +67,8 @@ def write_shard(
 
 
 def write_spill(tables: list[pa.Table], path: Path, seed: int, corpus: int, chunk: int) -> None:
-    """Draws the keys of a chunk's rows from (seed, number of the corpus, chunk), and writes the rows sorted by key.
-
-    Memory: the rows once, since each table of the list is replaced by itself sorted.
-    """
+    """Draws the keys of a chunk's rows from (seed, number of the corpus, chunk), and writes the rows sorted by key. Sorts
+    each table of the list in its place: memory is that of the rows once."""
     ends = np.cumsum([table.num_rows for table in tables])
     keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(KEY_LIMIT, size=ends[-1])
     firsts, cuts = np.sort(keys)[::SPILL_ROW_GROUP_ROWS], []

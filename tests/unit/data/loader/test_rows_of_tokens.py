@@ -7,11 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_helpers import as_lists, reader_of, request, write_token_split
+from rows_helpers import as_lists, manifest_of, reader_of, request, write_token_split
 
+from dist_transformer.config.schema import Config
+from dist_transformer.data.loader import row_groups
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT
-from dist_transformer.data.manifest import Split
+from dist_transformer.data.manifest import RowGroup, Shard, Split
+from dist_transformer.training.run_data import row_groups_warning
 
 FILES = {"news": ((5, 7), (3,), (8, 8, 1)), "talks": ((6,), (4, 9)), "validation": ((4, 2), (5,))}
 GROUPS = [(corpus, name, group) for corpus, name in enumerate(("news", "talks")) for group in range(6 - 3 * corpus)]
@@ -97,3 +100,25 @@ def test_the_rows_of_a_window_that_is_left_out_whole_are_none(reader):
         (0, 1, "quarantined before"),
         (1, 2, "quarantined before"),
     ]
+
+
+def test_a_file_of_each_corpus_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    many = row_groups.OPEN_FILES + 5
+    each = {f"corpus{number}": write_token_split(tmp_path, f"corpus{number}", [(4,)]) for number in range(many)}
+    reader, opened = pickle.loads(pickle.dumps(reader_of(tmp_path, each))), list[str]()
+    opens = row_groups.open_parquet
+    monkeypatch.setattr(row_groups, "open_parquet", lambda name: (opened.append(name), opens(name))[1])
+    for first in range(4):
+        reader.read(request(*((corpus, 0, first, first + 1) for corpus in range(many))))
+    assert len(opened) == many
+
+
+@pytest.mark.parametrize(("window_rows", "group_rows"), [(9, 45), (10, 0)])
+def test_windows_that_read_far_more_rows_than_they_take_are_told_with_what_helps(window_rows: int, group_rows: int):
+    group = Split((Shard("one", 1, "", (RowGroup(50, 0, 0), RowGroup(7, 0, 0))),), 57, 0, 0, 0, 0, 57, {}, None)
+    manifest = manifest_of({"news": group, "talks": group})
+    said = row_groups_warning(Config(data={"train": {"demo": "train"}, "window_rows": window_rows}), manifest)
+    assert bool(said) == bool(group_rows)
+    if said:
+        assert "a window of 9 rows reads row groups of 100 rows" in said
+        assert said.endswith(f"data.window_rows of 10, or prepare with data.row_group_rows of {group_rows}")
