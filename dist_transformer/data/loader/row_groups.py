@@ -73,8 +73,7 @@ class SplitPlaces:
 
 
 class RowGroupTables:
-    """Reads row groups as tables. Keeps the newest files open, one of each corpus or more; a copy in another process opens
-    its own."""
+    """Reads row groups as tables. Keeps the newest files open, one a corpus or more; a copy elsewhere opens its own."""
 
     def __init__(self, num_corpora: int) -> None:
         self._num_corpora, self._open = num_corpora, OrderedDict[str, pq.ParquetFile]()

@@ -208,8 +208,7 @@ class Units:
         counts, shard = Chunk.together([counts for _, counts in rows]), None
         rows.clear()  # the tables are replaced while a spill file is written
         if counts.rows and name in self._training:
-            corpus = self._training.index(name)
-            write_spill(tables, self._spill(name, chunk), self._config.run.seed, corpus, chunk)
+            write_spill(tables, self._spill(name, chunk), self._config.run.seed, self._training.index(name), chunk)
         elif counts.rows:
             shard = asdict(self._write_shard(name, chunk, pa.concat_tables(tables)))
         return {"counts": asdict(counts), "shard": shard}

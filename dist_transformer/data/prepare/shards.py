@@ -62,8 +62,7 @@ def write_shard(
                 rows = table.slice(first, row_group_rows)
                 writer.write_table(rows, row_group_size=row_group_rows)
                 groups.append(RowGroup(rows.num_rows, *num_tokens(rows)))
-        size, digest = temporary.stat().st_size, file_sha256(temporary)
-    return Shard(file, size, digest, tuple(groups))
+        return Shard(file, temporary.stat().st_size, file_sha256(temporary), tuple(groups))
 
 
 def write_spill(tables: list[pa.Table], path: Path, seed: int, corpus: int, chunk: int) -> None:
