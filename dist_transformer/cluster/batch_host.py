@@ -10,12 +10,14 @@ administrator sets down, ends the script, and TERM comes here.
 import os
 import signal
 import sys
+from collections import deque
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from dist_transformer.cluster import slurm
 from dist_transformer.cluster.requeue import nodes_to_exclude, note_lost_host
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.run.attempts import attempts
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
 
@@ -33,7 +35,7 @@ def watch(job: str, attempt: int, run_dir: RunDir) -> None:
         has_term |= signal.sigtimedwait({signal.SIGTERM}, RETRY_SECONDS if has_term else POLL_SECONDS) is not None
         try:
             record = slurm.job_record(job)
-            is_requeued = _is(record, attempt + 1, "COMPLETING")
+            is_requeued = _is(record, attempt + 1, "COMPLETING") and bool(tries or not _has_ended(run_dir))
             is_failed = _is(record, attempt, "COMPLETING") and record["Reason"] == "JobLaunchFailure"
             if not (is_requeued or is_failed or _is(record, attempt, "RUNNING")):
                 return
@@ -54,6 +56,11 @@ def watch(job: str, attempt: int, run_dir: RunDir) -> None:
                 return
         except (SlurmError, KeyError):  # no answer: asked again
             continue
+
+
+def _has_ended(run_dir: RunDir) -> bool:
+    """True if the batch script recorded its end: its node has left a job that is requeued as usual."""
+    return any(record["event"] == "ended" for record in deque(attempts(run_dir), maxlen=1))
 
 
 def _is(record: dict[str, str], restarts: int, state: str) -> bool:

@@ -1,6 +1,7 @@
 """Reports to MLflow what a start did not: its end, if it was killed, or all of it, if it was not tracked."""
 
 import importlib
+import logging
 from pathlib import Path
 
 from dist_transformer.config.credentials import without_credentials
@@ -15,6 +16,7 @@ from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
 from dist_transformer.tracking.tracker import memory_of, model_event, target_of
 
 _ADAPTER = "dist_transformer.tracking.mlflow_client"
+log = logging.getLogger(__name__)
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
 
@@ -34,7 +36,12 @@ def add_untracked(run_dir: RunDir) -> None:
         add_event(events, "start", {"parameters": parameters, "tags": {"model": config.model.preset}, "config": text})
         add_event(events, "samples", {})
         if run_dir.model.is_dir():
-            add_event(events, "model", model_event(run_dir, config.tracking, run_dir.model))
+            try:
+                model = model_event(run_dir, config.tracking, run_dir.model)
+            except (OSError, ValueError, UserError) as error:
+                log.warning("MLflow does not get the model %s: %s", run_dir.model, error)
+            else:
+                add_event(events, "model", model)
     status = _STATUSES.get(str(read_record(run_dir.state).get("state")), said)
     if status != said and not (said and config.tracking.enabled):
         add_event(events, "status", {"status": status})

@@ -12,10 +12,12 @@ import os
 import re
 import sqlite3
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +117,17 @@ class TrackedRun:
         self.log_all_points(fresh)
 
     def lost(self, points: Iterable[Point]) -> list[Point]:
-        """The points that the server has not, of curves that it had when the run was opened."""
-        with translated_errors():
-            curves = [(key, self.client.get_metric_history(self.run_id, key)) for key in self._newest_steps]
-        steps = {key: {metric.step for metric in curve} for key, curve in curves}
-        return [point for point in points if point.step not in steps.get(valid_key(point.key), {point.step})]
+        """The points that the server has not, of curves that it had when the run was opened.
+
+        Not those of steps that were trained again: of an attempt that was further before, the server has later steps.
+        """
+        known = dict[str, tuple[list[int], list[int]]]()  # steps, and the earliest time of each and those after it
+        for key in self._newest_steps:
+            with translated_errors():
+                curve = sorted(self.client.get_metric_history(self.run_id, key), key=lambda metric: metric.step)
+            times = accumulate((metric.timestamp for metric in reversed(curve)), min)
+            known[key] = [metric.step for metric in curve], [*times][::-1]
+        return [point for point in points if _lacks(*known.get(valid_key(point.key), ([point.step], [])), point)]
 
     def remove_doubles(self, run_id: str) -> None:
         """Deletes empty runs with our tag: a request to create a run may be executed after we gave up on it."""
@@ -210,6 +218,14 @@ class TrackedRun:
     def _log(self, kind: str, entities: Sequence[Any], a_batch: int) -> None:
         for first in range(0, len(entities), a_batch):
             self.client.log_batch(self.run_id, **{kind: entities[first : first + a_batch]}, synchronous=True)
+
+
+def _lacks(steps: Sequence[int], times: Sequence[int], point: Point) -> bool:
+    place = bisect_left(steps, point.step)
+    return (
+        point.step not in steps[place : place + 1]
+        and min(times[place : place + 1], default=point.time_ms) >= point.time_ms
+    )
 
 
 def open_run(target: Target, memory: DeliveryState) -> TrackedRun:

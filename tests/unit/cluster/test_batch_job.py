@@ -20,6 +20,7 @@ from running import with_constants
 
 from dist_transformer.cluster import silent_nodes
 from dist_transformer.cluster.batch_host import TRIES, watch
+from dist_transformer.cluster.requeue import note_begin
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import records_of
 
@@ -335,25 +336,29 @@ def test_another_node_requeues_a_job_from_which_slurm_has_taken_the_one_of_its_b
 
 
 TAKEN = RECORD.replace("BatchHost=n1", "BatchHost=n7").replace("RUNNING", "COMPLETING")
+AGAIN = TAKEN.replace("Restarts=0", "Restarts=1")
 
 
 @pytest.mark.parametrize(
-    ("record", "requeues", "excludes"),
+    ("record", "has_ended", "requeues", "excludes"),
     [
-        (TAKEN.replace("Restarts=0", "Restarts=1"), 0, 1),  # back before Slurm missed it, which has requeued the job
-        (TAKEN.replace("Reason=None", "Reason=JobLaunchFailure"), 1, 1),  # set down
-        (TAKEN, 0, 0),  # a person cancels what is left of the job
-        (RECORD, 0, 0),  # this watch alone is ended
+        (AGAIN, False, 0, 1),  # back before Slurm missed it, which has requeued the job
+        (AGAIN, True, 0, 0),  # the batch script requeued it, and its node has left the job first
+        (TAKEN.replace("Reason=None", "Reason=JobLaunchFailure"), False, 1, 1),  # set down
+        (TAKEN, False, 0, 0),  # a person cancels what is left of the job
+        (RECORD, False, 0, 0),  # this watch alone is ended
     ],
 )
 def test_at_term_the_other_node_sees_whether_that_of_the_batch_script_was_taken(
-    slurm: Slurm, record: str, requeues: int, excludes: int
+    slurm: Slurm, record: str, has_ended: bool, requeues: int, excludes: int
 ) -> None:
     """The new list of excluded nodes is refused once, as if the job were still at work."""
     slurm.programs["scontrol"] += "\n" + '[[ "$*" != *Exc* || $(grep -c Exc {folder}/calls) -gt 1 ]]'
     slurm.programs["sinfo"] = "printf '%s|idle|f|g\\n' n1 n2 n3 n4 n7"
     slurm.run("exit 0")  # writes the programs
     (slurm.folder / "calls").unlink()
+    if not has_ended:
+        note_begin(slurm.run_dir, "7", 0, "n[1-2]", 2)
     module = [sys.executable, "-m", "dist_transformer.cluster.batch_host", "7", "0", str(slurm.run_dir.path)]
     process = subprocess.Popen(module, env={**os.environ, "PATH": f"{slurm.folder}:/usr/bin:/bin"})
     while not ignores(process.pid, signal.SIGUSR2):  # from then on it waits for TERM

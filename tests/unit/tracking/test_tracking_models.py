@@ -313,6 +313,16 @@ def test_a_run_trained_without_tracking_is_sent_later_with_settings_model_and_st
     assert curves_on_server(store_of(finished), run_id) == curves_in_file(finished)
 
 
+def test_a_damaged_model_of_a_run_trained_without_tracking_keeps_neither_curves_nor_status_back(
+    finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_json(finished.state, {"state": "finished", "run_id": UID})
+    (finished.model / "config.json").write_text("{")
+    sync_command(finished.path)
+    assert client.get_run(run_id_of(finished)).info.status == "FINISHED"
+    assert f"MLflow does not get the model {finished.model}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "alias", "message"),
     [

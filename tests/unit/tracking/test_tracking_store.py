@@ -234,6 +234,21 @@ def test_what_a_backup_restored_while_the_run_trains_takes_from_the_middle_is_fo
     assert (again.points, again.events) == (0, 0)
 
 
+@pytest.mark.usefixtures("impatience")
+def test_steps_that_are_trained_again_after_a_crash_are_no_loss_for_sync(stored_run_dir: RunDir) -> None:
+    tracker, log = started(stored_run_dir), MetricsLog(stored_run_dir.metrics)
+    train(log, range(2, 21, 2))
+    tracker.close("SCHEDULED")
+    log.rewind(10)
+    train(log, range(11, 26, 2))  # at other steps than before
+    tracker = started(stored_run_dir)
+    tracker.close("FINISHED")
+    before = curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))
+    again = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert (again.points, again.events) == (0, 0)
+    assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == before
+
+
 def test_points_that_the_server_refuses_do_not_count_as_sent(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
