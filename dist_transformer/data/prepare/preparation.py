@@ -27,6 +27,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
@@ -55,7 +56,7 @@ from dist_transformer.data.recipe import (
     recipe_without_modifiers,
     refuse_other_recipe,
 )
-from dist_transformer.data.sources.files import is_text_at_hand
+from dist_transformer.data.sources.files import has_address, is_text_at_hand
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
@@ -141,10 +142,11 @@ def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
 
 
 def refuse_other_corpus(config: Config) -> None:
-    """Raises DataError if the corpus of the run's newest checkpoint was prepared with other settings. Reads no text."""
+    """Raises DataError if the corpus of the newest checkpoint was prepared otherwise. Of remote text only settings count."""
     folder = _corpus_of_run(config, Path(config.run.root))
     if folder and folder == Path(config.data.prepared or folder).absolute():
-        _complete_manifest(config, folder, partial(recipe_without_corpora, config))
+        is_remote = any(has_address(corpus, config.data) for corpus in _corpora(config))
+        _complete_manifest(config, folder, partial(recipe_without_corpora if is_remote else make_recipe, config))
 
 
 def _corpus_of_run(config: Config, root: Path) -> Path | None:
@@ -173,15 +175,18 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
 
 def _recipe_now(config: Config, folder: Path, read_recipe: ReadRecipe) -> dict[str, Any]:
     """Returns the recipe, or if the text is gone, or its server does not answer, its part without corpora."""
-    corpora = (*config.data.training_corpora().values(), *config.data.held_out_corpora().values())
     try:
-        if all(is_text_at_hand(corpus, config.data) for corpus in corpora):
+        if all(is_text_at_hand(corpus, config.data) for corpus in _corpora(config)):
             return read_recipe()
     except (DataError, MachineError) as error:
         if not is_address(str(error)):
             raise
         log.warning("%s: used as it is; whether its text has changed is not known: %s", folder, error)
     return recipe_without_corpora(config)
+
+
+def _corpora(config: Config) -> tuple[CorpusConfig, ...]:
+    return (*config.data.training_corpora().values(), *config.data.held_out_corpora().values())
 
 
 def _refuse_changed_text(config: Config, folder: Path, begun_with: dict[str, Any]) -> None:

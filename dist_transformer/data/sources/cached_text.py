@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
-from dist_transformer.config.paths import is_address, located
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import json_digest
 from dist_transformer.data.sources.corpus import read_pairs
+from dist_transformer.data.sources.files import has_address
 from dist_transformer.files import read_json, write_json
 
 Pairs = tuple[list[str], list[str]]
@@ -31,8 +31,7 @@ def texts_to_keep(config: Config) -> dict[str, tuple[CorpusConfig, int | None]]:
 
 def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder: Path) -> Pairs:
     """Reads pairs as `read_pairs`. A corpus that is not local is read once, then from its copy in `folder`."""
-    names = (corpus.source, corpus.target, corpus.path)
-    if not corpus.hub and not any(is_address(located(data.root, name)) for name in names if name):
+    if not corpus.hub and not has_address(corpus, data):
         return read_pairs(corpus, data, most)
     copy = folder / FOLDER / f"{_digest(corpus, data, most)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -55,6 +55,11 @@ def is_text_at_hand(corpus: CorpusConfig, data: DataConfig) -> bool:
     return all(is_address(located(data.root, name)) or local_files(data.root, name) for name in names if name)
 
 
+def has_address(corpus: CorpusConfig, data: DataConfig) -> bool:
+    """True if a file of a corpus is remote, so that even to look at it asks a server."""
+    return any(is_address(located(data.root, name)) for name in (corpus.source, corpus.target, corpus.path) if name)
+
+
 def corpus_name(corpus: CorpusConfig, data: DataConfig) -> str:
     """Name of a corpus in messages."""
     if corpus.hub:

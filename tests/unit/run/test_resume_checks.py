@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cluster_helpers import FakeSlurm, config_of, small_snapshot
 from fake_slurm import job_line
+from prepare_helpers import TEXT, mixture_of, write_text
 from prepare_helpers import config_of as corpus_config
-from prepare_helpers import mixture_of, write_text
 
 from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster import submit as cluster_submit
@@ -206,6 +206,16 @@ def test_a_corpus_with_which_training_goes_on_is_no_problem_of_the_checkpoint(
         ({"data": {"on_the_fly": True}}, "on_the_fly: False in the folder, True now"),
         ({"data": {"source_language": "fr"}}, "source_language: 'en' in the folder, 'fr' now"),
         ({"data": mixture_of(one={"source": "train.en", "target": "train.de"})}, "training_order: "),
+        ({"data": {"train": {**TEXT, "tags": ["<a>"]}}}, "training.train.tags: None in the folder, ['<a>'] now"),
+        (
+            {"data": {"train": {**TEXT, "filters": {"max_tokens": 77}}}},
+            "training.train.filters.max_tokens: None in the folder, 77 n",
+        ),
+        (
+            {"data": {"train": {"source": "seen.en", "target": "seen.de"}}},
+            "(train.de, train.en); 2 added (seen.de, seen.en)",
+        ),
+        ({"data": {"validation": None}}, "validation.files: 2 removed (validation.de, validation.en)"),
         ({"tokenizer": {"vocabulary_size": 248}}, "tokenizer.vocabulary_size: 240 in the folder, 248 now"),
         ({"tokenizer": {"source_model": "mine.model"}}, "tokenizer.vocabulary_size: 240 in the folder, None now"),
         ({"run": {"seed": 4}}, "seed: 3 in the folder, 4 now"),
@@ -232,6 +242,14 @@ def test_a_corpus_with_which_training_could_not_go_on_is_refused_before_it_is_pr
     refuse_other_corpus(elsewhere)
     with pytest.raises(CheckpointError, match="these have changed"):
         _refuse_changes(trained, _data_of(elsewhere).recipe(), set())
+
+
+@pytest.mark.parametrize("root", ["gone", "http://[::1]:1"])
+def test_of_text_that_is_gone_or_remote_only_the_settings_are_compared(trained: Checkpoint, root: str) -> None:
+    folder = trained.path.parents[3]
+    refuse_other_corpus(corpus_config(folder, data={"root": root, "validation": None}))
+    with pytest.raises(DataError, match="row_group_rows: 32 in the folder, 64 now"):
+        refuse_other_corpus(corpus_config(folder, data={"root": root, "row_group_rows": 64}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
