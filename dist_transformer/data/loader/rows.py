@@ -4,6 +4,7 @@ Reads of a row group are retried. If all fail, the row group ends the run, or is
 (`data.on_bad_row_group`). A row group is always quarantined as a whole, so that all windows that share it do the same.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ ROWS_AT_ONCE = 4096
 """Rows of text that are tokenized together where nobody needs whole row groups, which may have a million."""
 QUARANTINED_BEFORE = "quarantined before"
 """Reason given for a row group that the request excludes."""
+log = logging.getLogger(__name__)
 
 
 class RowsRead(NamedTuple):
@@ -84,12 +86,13 @@ class RowReader:
     def read_first_pass(self, corpus: int) -> Iterator[TokenRows]:
         """Yields the rows of a training corpus in order, some thousands at a time; DataError if some cannot be read.
 
-        Text is modified as in the first pass over the corpus; of subword sampling the draws are others.
+        Under `quarantine` as many as training would are left out. Text is modified as in the first pass; subwords are others.
         """
-        yield from self._in_order(corpus, self._corpora[corpus], ROWS_AT_ONCE)
+        most_bad = self._data.max_quarantined_row_groups if self._data.on_bad_row_group == "quarantine" else 0
+        yield from self._in_order(corpus, self._corpora[corpus], ROWS_AT_ONCE, most_bad)
 
     def _in_order(
-        self, number: int, corpus: TokenCorpus | TextCorpus, at_once: int | None = None
+        self, number: int, corpus: TokenCorpus | TextCorpus, at_once: int | None = None, most_bad: int = 0
     ) -> Iterator[TokenRows]:
         for row_group in range(len(corpus.places)):
             place = corpus.places[row_group]
@@ -101,7 +104,9 @@ class RowReader:
                     rows = partial(corpus.rows, piece, table.slice(first, piece.last - first))
                     yield self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
             except UnreadableRowGroup as error:
-                raise _cannot_read(place, error, self._remedy(place)) from error
+                if (most_bad := most_bad - 1) < 0:
+                    raise _cannot_read(place, error, self._remedy(place)) from error
+                log.warning("data       left out %s (%s)", place, error)
 
     def _corpus(self, name: str) -> TokenCorpus | TextCorpus:
         split = self._splits[name]

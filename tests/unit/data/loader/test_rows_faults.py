@@ -93,6 +93,24 @@ def test_bytes_flipped_in_a_page_header_are_found(tmp_path, tokens):
         assert_raised_or_quarantined(tmp_path, tokens, 2, rf"^{path}: row group 2 cannot be read \(.+\)\. The shard is")
 
 
+def test_the_first_pass_for_the_alignment_of_tokens_goes_by_the_quarantine_and_validation_does_not(
+    tmp_path, tokens, caplog
+):
+    path, splits = shard_of(tmp_path, tokens), {"train": tokens}
+    groups = [as_lists(rows) for rows in reader_of(tmp_path, splits).read_first_pass(0)]
+    with changed_bytes(path, *page_of(path, 1)):
+        quarantine = reader_of(tmp_path, splits, on_bad_row_group="quarantine", max_quarantined_row_groups=1)
+        assert [as_lists(rows) for rows in quarantine.read_first_pass(0)] == [groups[0], groups[2]]
+        assert f"left out row group 1 of {path} (could not verify page integrity" in caplog.text
+        for read in (reader_of(tmp_path, splits).read_first_pass(0), quarantine.read_split("train")):
+            with pytest.raises(DataError, match="row group 1 cannot be read"):
+                list(read)
+    path.unlink()
+    quarantine = reader_of(tmp_path, splits, on_bad_row_group="quarantine", max_quarantined_row_groups=1)
+    with pytest.raises(DataError, match="row group 1 cannot be read"):
+        list(quarantine.read_first_pass(0))
+
+
 @pytest.mark.parametrize("bytes_left", [0, 3, 200, -1])
 def test_a_truncated_shard_loses_all_its_row_groups(tmp_path, tokens, bytes_left):
     path = shard_of(tmp_path, tokens)
