@@ -4,7 +4,7 @@ from itertools import islice
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.loader.audit import Audit
-from dist_transformer.data.loader.position import position_from_json
+from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare.preparation import prepared_folder
 from dist_transformer.errors import CheckpointError, DataError, UserError
@@ -33,7 +33,7 @@ def audit_run(config: Config, run_dir: RunDir) -> None:
     position = position_from_json(state["position"], str(saved[-1] / STATE))
     folder = prepared_folder(config)
     data = RunData(config, folder, Manifest.load(folder))
-    audit = _read(config, run_dir, data, state["batches"])
+    audit = _read(config, run_dir, data, state["batches"], position)
     problems = list(audit.problems(data.planner_of(len(position.lanes)), position))
     for line in audit.usages():
         print(line)
@@ -50,10 +50,10 @@ def audit_run(config: Config, run_dir: RunDir) -> None:
     )
 
 
-def _read(config: Config, run_dir: RunDir, data: RunData, num_batches: int) -> Audit:
+def _read(config: Config, run_dir: RunDir, data: RunData, num_batches: int, position: Position) -> Audit:
     mixture = config.data.mixture
     has_weights = mixture is not None and bool(mixture.weights or mixture.schedule or mixture.temperature != 1.0)
-    audit = Audit(data.folder, data.manifest, has_weights, _may_drop(config))
+    audit = Audit(data.folder, data.manifest, has_weights, _may_drop(config), position.ever_quarantined)
     for number, record in enumerate(islice(read_records(run_dir.audit), num_batches), start=1):
         try:
             audit.add(record)

@@ -4,20 +4,24 @@ The plan gives the number of passes over a corpus begun up to a position, and th
 must have been used once for each pass, less the passes in which it is still to come; in an open window, either.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dist_transformer.data.loader.partition import Planner
 from dist_transformer.data.loader.position import Position
+from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, batch_digest
 from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.errors import DataError
 
 Ints = NDArray[np.int64]
+Groups = Collection[tuple[int, int]]  # (corpus, row group)
+UNREADABLE = -1
+"""In place of the numbers of rows that cannot be read."""
 
 
 class Audit:
@@ -27,11 +31,13 @@ class Audit:
         folder: the prepared folder.
         has_weights: True if corpora are drawn by weights, so that an epoch is not one pass.
         may_drop: True if rows may be missing because they are dropped on the fly or quarantined.
+        without: (corpus, row group) of those that may be unreadable; DataError for any other.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, has_weights: bool, may_drop: bool) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, has_weights: bool, may_drop: bool, without: Groups) -> None:
         self._names, self._has_weights, self._may_drop = manifest.training, has_weights, may_drop
-        self._rows = [_row_numbers(folder, manifest.splits[name]) for name in manifest.training]
+        splits = [manifest.splits[name] for name in manifest.training]
+        self._rows = [_row_numbers(folder, split, corpus, without) for corpus, split in enumerate(splits)]
         self._uses: dict[int, list[Ints]] = {}
         self.num_batches = 0
         self.wrong_digests: list[int] = []
@@ -62,7 +68,7 @@ class Audit:
         for corpus, name in enumerate(self._names):
             used, kept = _rows_of(corpus, batches), self._rows[corpus]
             known = np.isin(used, kept)
-            if not known.all():
+            if not known.all() and UNREADABLE not in kept:
                 yield f"{name}: {np.count_nonzero(~known)} rows that the corpus does not have"
             counts = np.bincount(_places(kept, used[known]), minlength=len(kept))
             stream, starts = cut.streams[corpus], np.cumsum([0, *planner.group_rows[corpus]])
@@ -98,9 +104,17 @@ def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:
     return counts
 
 
-def _row_numbers(folder: Path, split: Split) -> Ints:
+def _row_numbers(folder: Path, split: Split, corpus: int, without: Groups) -> Ints:
     """Returns the numbers of the rows of a corpus, in their stored order."""
     if all(shard.is_in_place for shard in split.shards):
         return np.arange(split.rows)
-    columns = [pq.read_table(folder / shard.file, columns=["row_id"]).column("row_id") for shard in split.shards]
-    return np.concatenate([column.to_numpy() for column in columns])
+    places, tables, numbers = SplitPlaces(folder, split), RowGroupTables(), [np.empty(0, np.int64)]
+    for group in range(len(places)):
+        place = places[group]
+        try:
+            numbers.append(tables.read(place, ["row_id"]).column("row_id").to_numpy())
+        except UnreadableRowGroup as error:
+            if (corpus, group) not in without:
+                raise DataError(f"{place} cannot be read ({error}); restore the file") from error
+            numbers.append(np.full(place.rows, UNREADABLE))
+    return np.concatenate(numbers)

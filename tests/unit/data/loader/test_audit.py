@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from lockstep import Ranks
-from rows_helpers import DataConfig, RowReader, manifest_of, write_token_split
+from rows_helpers import DataConfig, RowReader, changed_bytes, manifest_of, write_token_split
 
 from dist_transformer.data.loader.audit import Audit
 from dist_transformer.data.loader.partition import Planner, Stage
 from dist_transformer.data.loader.position import Position
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, batch_digest
+from dist_transformer.data.sources import retries
 from dist_transformer.data.special_tokens import SpecialTokens
+from dist_transformer.errors import DataError
 
 Records = list[dict[str, Any]]
 STAGES = {"one pass an epoch": (Stage(0, None),), "weights": (Stage(0, (2, 1)), Stage(6, (1, 2)))}
@@ -44,7 +47,7 @@ def audited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callabl
 
     def problems(change: Callable[[Records], None]) -> list[str]:
         change(records)
-        audit = Audit(tmp_path, manifest, has_weights=request.param == "weights", may_drop=False)
+        audit = Audit(tmp_path, manifest, has_weights=request.param == "weights", may_drop=False, without=())
         for each in records:
             audit.add(each)
         return [*audit.problems(planner, ranks.position), *map(str, audit.wrong_digests)]
@@ -94,7 +97,29 @@ def test_rows_are_counted_by_epoch_and_with_weights_through_the_whole_run(tmp_pa
         (False, [f"epoch 0, large: 1 of 4 {once}", f"epoch 0, small: 2 of 4 {once}", f"epoch 1, large: 1 of 4 {once}"]),
         (True, [f"whole run, large: 2 of 4 {once}", "whole run, small: 2 of 4 rows, at most 2 times each"]),
     ):
-        audit = Audit(tmp_path, manifest, has_weights, may_drop=False)
+        audit = Audit(tmp_path, manifest, has_weights, may_drop=False, without=())
         audit.add(record(1, 0, {0: [1, (1 << CORPUS_SHIFT) + 1, (1 << CORPUS_SHIFT) + 2]}))
         audit.add(record(2, 1, {0: [2, (1 << CORPUS_SHIFT) + 1]}))
         assert list(audit.usages())[: len(expected)] == expected
+
+
+def test_rows_of_a_quarantined_row_group_are_not_read_and_an_unreadable_one_is_named_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
+    manifest = manifest_of({name: write_token_split(tmp_path, name, [(4, 3), (2,)]) for name in ("large", "small")})
+    rows = [*range(4), *range(7, 9)]  # of "small" the second row group is left out
+    planner = Planner(((4, 3, 2),) * 2, 1, 99, 5, STAGES["one pass an epoch"])
+    position = Position.start(planner.first_partition())
+    path = tmp_path / manifest.splits["small"].shards[0].file
+    page = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    first = page.dictionary_page_offset or page.data_page_offset
+    with changed_bytes(path, first, first + page.total_compressed_size):
+        audit = Audit(tmp_path, manifest, False, True, {(1, 1)})
+        audit.add(record(1, 0, {0: [(1 << CORPUS_SHIFT) + row for row in rows]}))
+        assert "epoch 0, small: 6 of 9 rows, each once" in [*audit.usages()]
+        assert not any("does not have" in problem for problem in audit.problems(planner, position))
+        with pytest.raises(DataError, match=rf"row group 1 of {path} cannot be read \(.+\); restore the file"):
+            Audit(tmp_path, manifest, False, True, {(0, 1)})
+    path.unlink()
+    assert [*Audit(tmp_path, manifest, False, True, {(1, 0), (1, 1), (1, 2)}).usages()] == []
