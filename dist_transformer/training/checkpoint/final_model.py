@@ -49,12 +49,14 @@ def write_final_model(
     Returns a description: "average of step_00000003, step_00000006", "moving average of step_00000006".
 
     Checkpoints of stops are not used, so that a stopped run gives the same model as one without stops. Nor are damaged
-    ones and those of other runs, with a warning. Raises CheckpointError: there is no complete checkpoint, or none with
+    ones and those of other runs, with a warning. The last ones are averaged where the best were configured, but not asked
+    for, and no validation has succeeded. Raises CheckpointError: there is no complete checkpoint, or none with
     the required validation or moving average.
     """
     asked, choice = choice, choice or Averaged.of(config.checkpoints)
     metric = config.validation.metric
-    used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric)
+    last = config.checkpoints.average_last if asked is None else 0
+    used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric, last)
     if asked is not None and len(used) < asked.count:  # the configured count is a limit: a short run has fewer
         what = f"complete and with a validation {metric}" if asked.kind == "average_best" else "complete"
         log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
@@ -82,8 +84,8 @@ def _corpora_in_words(manifest: Manifest) -> Iterator[str]:
         )
 
 
-def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) -> list[Path]:
-    """Returns the checkpoints to average, oldest first."""
+def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str, last: int) -> list[Path]:
+    """Returns the checkpoints to average, oldest first; so many of the `last` where none can be the best."""
     regular = retention.regular(run_dir, every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
     if choice.kind == "ema":
@@ -92,6 +94,9 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) ->
         used = list(_complete(regular[-choice.count :], run_id))
     elif (known := retention.best(regular, choice.count, metric)) or not regular:
         used = list(_complete(known, run_id))
+    elif last:
+        log.warning("no checkpoint knows its validation %s, so none is the best: the last ones are averaged", metric)
+        used = list(_complete(regular[-last:], run_id))
     else:
         raise CheckpointError(
             f"{run_dir.checkpoints}: no checkpoint knows its validation {metric}, so none is the best; train with "

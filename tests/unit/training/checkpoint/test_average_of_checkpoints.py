@@ -83,7 +83,7 @@ def test_the_best_are_so_by_the_metric_of_validation(averaged):
     best = {"final_model": "average_best", "keep_best": 2}
     assert averaged(**best, metric="news/bleu")[0] == average_of(4, 8)
     with pytest.raises(CheckpointError, match="no checkpoint knows its validation chrf, so none is the best"):
-        averaged(**best, metric="chrf")
+        averaged(Averaged("average_best", 2), metric="chrf")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,12 @@ def test_the_best_of_checkpoints_without_a_validation_are_refused(averaged, run_
         CheckpointError, match=r"none is the best; train with data\.validation and checkpoints\.keep_best"
     ):
         averaged(Averaged("average_best", 2))
+
+
+def test_where_no_validation_succeeded_the_model_of_a_run_is_made_of_the_last_ones(averaged, caplog):
+    best = {"final_model": "average_best", "keep_best": 2}
+    assert averaged(metric="plugin", average_last=3, **best)[0] == average_of(4, 6, 8)
+    assert "no checkpoint knows its validation plugin, so none is the best: the last ones are averaged" in caplog.text
 
 
 def test_a_moving_average_that_was_never_kept_is_refused(averaged, run_dir):
