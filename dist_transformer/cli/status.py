@@ -154,7 +154,7 @@ def _job_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
 
 def _progress_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
     step, most = document["step"], document["max_steps"]
-    yield "step", f"{step} of {most} ({100 * step / most:.0f} %)" if most else str(step)
+    yield "step", f"{step} of {most} ({min(100, 100 * step / most):.0f} %)" if most else str(step)
     if document["record_time"] is not None:
         yield "loss", _number(document["loss"], ".4f")
         yield "learning rate", _number(document["learning_rate"], ".3e")

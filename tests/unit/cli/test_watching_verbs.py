@@ -79,6 +79,9 @@ def test_status_is_lines_of_key_and_value_for_a_program(slurm: FakeSlurm, run_di
     assert "job: 5 PENDING (AssocGrpGRES)" in lines
     assert "waits: all who share the account together use as much as it allows" in lines
     assert "step: 40 of 1000 (4 %)" in lines
+    config = run_dir.config.read_text(encoding="utf-8")
+    run_dir.config.write_text(re.sub(r"max_steps\W+\d+", "max_steps: 20", config), encoding="utf-8")
+    assert "step: 40 of 20 (100 %)" in call("status", run_dir.path).stdout.splitlines()
 
 
 def test_a_held_job_has_no_estimate_of_its_start(slurm: FakeSlurm, run_dir: RunDir) -> None:
