@@ -162,5 +162,6 @@ def _tokenizer_recipe(config: Config) -> dict[str, Any]:
 
 def _model_sha256(path: Path) -> str:
     if not path.is_file():
-        raise DataError(f"{path}: no such file, expected a sentencepiece model (.model).")
+        copy = "a corpus that was prepared with it has a copy in its folder tokenizer/: give that"
+        raise DataError(f"{path}: no such file, expected a sentencepiece model (.model); {copy}.")
     return file_sha256(path)

@@ -147,6 +147,14 @@ def test_taken_models_are_copied_and_give_the_same_tokens(tmp_path: Path):
     folder = prepared_folder(taken)
     assert (folder / second.tokenizer.source).read_bytes() == model.read_bytes()
     assert [s.sha256 for s in second.splits["train"].shards] == [s.sha256 for s in first.splits["train"].shards]
+    copy = config_of(tmp_path, tokenizer={"source_model": str(folder / second.tokenizer.source)})
+    model.rename(model.with_suffix(".away"))
+    with pytest.raises(
+        DataError, match=r"source\.model: no such file.* has a copy in its folder tokenizer/: give that"
+    ):
+        prepared_folder(taken)
+    assert (prepared_folder(copy), prepare(copy)) == (folder, second)
+    model.with_suffix(".away").rename(model)
     separate = config_of(tmp_path, tokenizer={"shared": False, "source_model": str(model), "target_model": str(model)})
     manifest = prepare(separate)
     assert (prepared_folder(separate) / manifest.tokenizer.target).read_bytes() == model.read_bytes()
