@@ -83,7 +83,7 @@ def undisturbed(train_small: Callable[..., Path], damaged: Path) -> Path:
     )
 
 
-def test_damaged_row_groups_are_left_out_named_and_counted_and_no_other_row_is(undisturbed, damaged):
+def test_damaged_row_groups_are_left_out_named_and_counted_and_no_other_row_is(undisturbed, damaged, command):
     (shard,) = damaged.glob("shards/train-*.parquet")
     file = pq.ParquetFile(shard)
     whole = [group for group in range(file.num_row_groups) if group not in DAMAGED_GROUPS]
@@ -95,6 +95,9 @@ def test_damaged_row_groups_are_left_out_named_and_counted_and_no_other_row_is(u
     log = (undisturbed / "train.log").read_text(encoding="utf-8")
     for group in DAMAGED_GROUPS:
         assert f"row group {group} of {shard} (could not verify page integrity, CRC checksum" in log
+    assert "none repeated; rows dropped by filters or in quarantine are not" in command(
+        "data", "audit", undisturbed, **TWICE
+    )
 
 
 def test_stops_and_other_numbers_of_ranks_change_nothing_of_what_is_left_out(train_small, undisturbed, damaged):

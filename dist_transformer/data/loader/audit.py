@@ -108,7 +108,7 @@ def _row_numbers(folder: Path, split: Split, corpus: int, without: Groups) -> In
     """Returns the numbers of the rows of a corpus, in their stored order."""
     if all(shard.is_in_place for shard in split.shards):
         return np.arange(split.rows)
-    places, tables, numbers = SplitPlaces(folder, split), RowGroupTables(), [np.empty(0, np.int64)]
+    places, tables, numbers = SplitPlaces(folder, split), RowGroupTables(1), [np.empty(0, np.int64)]
     for group in range(len(places)):
         place = places[group]
         try:
