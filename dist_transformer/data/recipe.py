@@ -48,10 +48,10 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
     """
     if "held_out" not in recipe or not data.holds_out():
         return []
-    known = [each and _without_beginnings(each) for each in (recipe["validation"], *recipe["held_out"].values())]
+    known = [each and recipe_without_beginnings(each) for each in (recipe["validation"], *recipe["held_out"].values())]
     here = {name: corpus for name, corpus in data.held_out_corpora().items() if is_text_at_hand(corpus, data)}
     with suppress(DataError, MachineError):  # a server does not give the text
-        prints = {name: _without_beginnings(corpus_fingerprint(corpus, data)) for name, corpus in here.items()}
+        prints = {name: recipe_without_beginnings(corpus_fingerprint(corpus, data)) for name, corpus in here.items()}
         return [name for name, found in prints.items() if found not in known]
     return []
 
@@ -60,7 +60,7 @@ def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config
     """Returns a recipe as one of FORMATS has it; unchanged if the user asks for what that could not do."""
     data = config.data
     if version in (FORMER_RULES, FORMAT_BEFORE_RULES):
-        recipe = _without_beginnings(recipe)
+        recipe = recipe_without_beginnings(recipe)
     if version != FORMAT_BEFORE_RULES:
         return {**recipe, "format": version if version in FORMATS else PREPARED_FORMAT}
     own = any(corpus.filters for corpus in data.training_corpora().values())
@@ -71,7 +71,7 @@ def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config
     return {**rest, "format": FORMAT_BEFORE_RULES, "filters": filters}
 
 
-def _without_beginnings(recipe: dict[str, Any]) -> dict[str, Any]:
+def recipe_without_beginnings(recipe: dict[str, Any]) -> dict[str, Any]:
     """Returns a recipe that knows files whose server tells no version by name and size alone, as former formats did."""
 
     def left(each: dict[str, Any]) -> dict[str, Any]:

@@ -159,11 +159,12 @@ def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
 
 def row_groups_warning(config: Config, manifest: Manifest) -> str:
     """Returns a warning if windows read many times their rows, since they read a row group of each corpus whole, or ""."""
-    largest = [max((g.rows for g in manifest.splits[name].row_groups), default=0) for name in manifest.training]
+    splits = [manifest.splits[name] for name in manifest.training]
+    largest = [max((g.rows for g in split.row_groups), default=0) for split in splits]
     read, limit = sum(largest), LARGE_GROUP_WINDOWS * config.data.window_rows
     said = f"a window of {config.data.window_rows} rows reads row groups of {read} rows: give a new run data.window_rows of "
     said += f"{-(-read // LARGE_GROUP_WINDOWS)}, or prepare with data.row_group_rows of {max(1, limit // len(largest))}"
-    return said if read > limit else ""
+    return said if read > limit and not any(shard.is_in_place for split in splits for shard in split.shards) else ""
 
 
 def _refuse_other_tokenizer(folder: Path, manifest: Manifest) -> None:

@@ -76,7 +76,8 @@ def _work_folder(out: Path) -> Iterator[Path]:
     """Yields the work folder, locked by its label, which goes last: what a killed process leaves is known as ours."""
     work, label = out / WORK_FOLDER, out / WORK_FOLDER / LABEL
     work.mkdir(parents=True, exist_ok=True)
-    label.touch()
+    with suppress(FileNotFoundError):  # another process ends; the lock makes the folder again
+        label.touch()
     lock = FileLock(label, fallback_to_soft=False)
     try:
         take(lock, 0)

@@ -52,6 +52,7 @@ from dist_transformer.data.recipe import (
     differences,
     make_recipe,
     recipe_of_format,
+    recipe_without_beginnings,
     recipe_without_corpora,
     recipe_without_modifiers,
     refuse_other_recipe,
@@ -141,12 +142,13 @@ def prepared_folder(config: Config, recipe: ReadRecipe | None = None) -> Path:
     return folder if folder.exists() else next((each for each in older if (each / MANIFEST_NAME).is_file()), folder)
 
 
-def refuse_other_corpus(config: Config) -> None:
+def refuse_other_corpus(config: Config, recipe: ReadRecipe | None = None) -> None:
     """Raises DataError if the corpus of the newest checkpoint was prepared otherwise. Of remote text only settings count."""
     folder = _corpus_of_run(config, Path(config.run.root))
     if folder and folder == Path(config.data.prepared or folder).absolute():
         is_remote = any(has_address(corpus, config.data) for corpus in _corpora(config))
-        _complete_manifest(config, folder, partial(recipe_without_corpora if is_remote else make_recipe, config))
+        recipe = partial(recipe_without_corpora, config) if is_remote else recipe or partial(make_recipe, config)
+        _complete_manifest(config, folder, recipe)
 
 
 def _corpus_of_run(config: Config, root: Path) -> Path | None:
@@ -166,6 +168,8 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
     recipe = recipe_of_format(manifest.recipe.get("format"), _recipe_now(config, folder, read_recipe), config)
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
         recipe = recipe_without_modifiers(recipe)
+    if "beginning_sha256" not in str(manifest.recipe):
+        recipe = recipe_without_beginnings(recipe)
     roots = (Path(config.run.root), folder.parent.parent)  # the latter: the run was moved with its corpus
     if any(_corpus_of_run(config, root) == folder for root in roots):
         recipe = {key: value for key, value in recipe.items() if key != "held_out"}

@@ -18,18 +18,21 @@ from dist_transformer.run.outputs import is_misplaced
 
 if TYPE_CHECKING:  # at run time it would import numpy for every command
     from dist_transformer.data.manifest import Manifest
+    from dist_transformer.data.prepare.preparation import ReadRecipe
 
 
 def prepare_for_training(config: Config, stop: StopRequest) -> "tuple[Path, Manifest]":
     """`prepare_with_progress`; a corpus that the checkpoints of the run could not go on with is refused before (DataError)."""
     from dist_transformer.data.prepare.preparation import refuse_other_corpus
+    from dist_transformer.data.recipe import make_recipe
 
-    refuse_other_corpus(config)
-    return prepare_with_progress(config, stop)
+    recipe = cache(partial(make_recipe, config))
+    refuse_other_corpus(config, recipe)
+    return prepare_with_progress(config, stop, recipe=recipe)
 
 
 def prepare_with_progress(
-    config: Config, stop: StopRequest | None = None, processes: int = 1
+    config: Config, stop: StopRequest | None = None, processes: int = 1, recipe: "ReadRecipe | None" = None
 ) -> "tuple[Path, Manifest]":
     """Prepares the corpus unless it is complete, with a progress bar on a terminal; returns its folder and manifest.
 
@@ -37,12 +40,13 @@ def prepare_with_progress(
 
     Args:
         processes: number of processes of this machine that share the work; if more than 1, `stop` must listen.
+        recipe: reads the text's fingerprints.
     """
     from dist_transformer.data.prepare.claims import WAITING
     from dist_transformer.data.prepare.preparation import prepare, prepared_folder
     from dist_transformer.data.recipe import make_recipe
 
-    recipe = cache(partial(make_recipe, config))
+    recipe = recipe or cache(partial(make_recipe, config))
     folder = prepared_folder(config, recipe)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a machine all prepare
     threads = threads_per_rank(processes * ranks)

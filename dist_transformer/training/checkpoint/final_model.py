@@ -55,7 +55,7 @@ def write_final_model(
     """
     asked, choice = choice, choice or Averaged.of(config.checkpoints)
     metric = config.validation.metric
-    last = config.checkpoints.average_last if asked is None else 0
+    last = min(config.checkpoints.average_last, config.checkpoints.keep_last) if asked is None else 0
     used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric, last)
     if asked is not None and len(used) < asked.count:  # the configured count is a limit: a short run has fewer
         what = f"complete and with a validation {metric}" if asked.kind == "average_best" else "complete"

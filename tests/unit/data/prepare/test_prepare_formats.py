@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,15 @@ from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_dige
 from dist_transformer.data.prepare.claims import WORK_FOLDER
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.data.prepare.state import PrepareState
-from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, FORMER_RULES, make_recipe, not_held_out, recipe_of_format
+from dist_transformer.data.recipe import (
+    FORMAT_BEFORE_RULES,
+    FORMER_RULES,
+    PREPARED_FORMAT,
+    make_recipe,
+    not_held_out,
+    recipe_of_format,
+    recipe_without_beginnings,
+)
 from dist_transformer.data.sentences import Sentences
 from dist_transformer.errors import DataError
 
@@ -43,7 +52,7 @@ def as_before(config: Config) -> Manifest:
 def in_format(version: int, config: Config) -> Manifest:
     """Prepares, and makes the folder look as a version of this format left it, in its place."""
     manifest, folder = prepare(config), prepared_folder(config)
-    recipe = recipe_of_format(version, make_recipe(config), config)
+    recipe = recipe_without_beginnings(recipe_of_format(version, make_recipe(config), config))
     assert recipe["format"] == version
     digest = content_digest(recipe, manifest.tokenizer, manifest.splits, manifest.training)
     value = json.loads((folder / MANIFEST_NAME).read_text()) | {"recipe": recipe, "digest": digest}
@@ -52,8 +61,10 @@ def in_format(version: int, config: Config) -> Manifest:
     return Manifest.load(folder.rename(target))
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-@pytest.mark.parametrize("version", [FORMER_RULES, FORMAT_BEFORE_RULES])
+@pytest.mark.parametrize(
+    ("version", "is_named"),
+    [(PREPARED_FORMAT, True), *product([FORMER_RULES, FORMAT_BEFORE_RULES], [True, False])],
+)
 def test_a_former_folder_of_text_whose_server_tells_no_version_is_taken_as_it_is(
     tmp_path: Path, version: int, is_named: bool
 ):
@@ -61,7 +72,7 @@ def test_a_former_folder_of_text_whose_server_tells_no_version_is_taken_as_it_is
     with web_server(tmp_path, ranges=False) as server:
         server.silent = True
         prepared = str(tmp_path / "mine") if is_named else None
-        rules = {"filters": {"rules": {"held_out": version == FORMER_RULES}}}
+        rules = {"filters": {"rules": {"held_out": version != FORMAT_BEFORE_RULES}}}
         config = config_of(tmp_path, data={"root": server.address, "prepared": prepared, **rules})
         assert "beginning_sha256" in str(make_recipe(config))
         former = in_format(version, config)
