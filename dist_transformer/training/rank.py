@@ -66,9 +66,10 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
             log.info("precision  %s", precision)
         if ranks.is_rank_zero and (warning := bf16_warning(config, ranks.device)):
             log.warning("precision  %s", warning)
+        data = open_run_data(config, folder, manifest)
         if ranks.is_rank_zero and (warning := row_groups_warning(config, manifest)):
             log.warning("data       %s", warning)
-        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
+        code = _train(config, run_dir, ranks, data, stop, terminal)
     except UserError as error:
         _note_failure(run_dir, ranks, str(error), is_refusal=True, is_told=error.is_agreed)
         raise
