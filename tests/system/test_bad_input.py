@@ -94,8 +94,10 @@ def test_changed_data_is_refused(command, trained, small_corpus, tmp_path):
         lines = (small_corpus / name).read_text(encoding="utf-8").splitlines()[:500]
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     corpus = f"data.train={{source: {tmp_path}/train.en, target: {tmp_path}/train.de}}"
+    prepared = sorted((trained.parent / "prepared").iterdir())
     said = refusal(command, "train", "small.yaml", f"run.name={trained.name}", corpus, "training.max_steps=9")
-    assert "prepared corpus: " in said
+    assert "training.train.files: 2 changed (train.de, train.en)" in said
+    assert sorted((trained.parent / "prepared").iterdir()) == prepared
 
 
 def test_a_finished_run_started_again_says_so_and_changes_nothing(command, trained):
