@@ -73,6 +73,10 @@ class Commands(UserDict[str, Any]):
         return self[verb] if verb in self.data else default
 
 
+MAY_BE_EMPTY = ("--after", "--node")
+"""Options that name jobs, or a node of a pipeline: none if they are empty."""
+
+
 class Verbs(TyperGroup):
     """Lists the commands in groups, as plain text; rich's panels would take a third of the time of `--help`."""
 
@@ -83,8 +87,9 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Refuses empty arguments, as of a shell's variable that is not set: a path of them would be the current folder."""
         for before, argument in pairwise(args):
-            if not (argument or before in ("--after", "--node")) or re.fullmatch(r"--[\w-]+=", argument):
-                place = argument.removesuffix("=") or f"the argument after {before}"
+            option = argument.removesuffix("=") if re.fullmatch(r"--[\w-]+=", argument) else before
+            if (not argument or option != before) and option not in MAY_BE_EMPTY:
+                place = option if argument else f"the argument after {option}"
                 raise UserError(f"{place}: is empty, as of a variable that is not set; give a value, or leave it out")
         return super().resolve_command(ctx, args)
 

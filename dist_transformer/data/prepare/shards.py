@@ -73,7 +73,7 @@ def write_spill(tables: list[pa.Table], path: Path, seed: int, corpus: int, chun
     firsts, cuts = np.sort(keys)[::SPILL_ROW_GROUP_ROWS], []
     for number, own in enumerate(np.split(keys, ends[:-1])):
         tables[number] = tables[number].append_column("key", pa.array(own)).sort_by("key")
-        cuts.append([*np.searchsorted(np.sort(own), firsts), len(own)])
+        cuts.append([*np.searchsorted(tables[number].column("key").to_numpy(), firsts), len(own)])
     with (
         replacing(path) as temporary,
         pq.ParquetWriter(temporary, tables[0].schema, compression="zstd", write_page_checksum=True) as writer,

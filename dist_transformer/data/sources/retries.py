@@ -59,9 +59,8 @@ def is_outage(error: BaseException) -> bool:
     """
     error = cause_of(error)
     answer = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
-    if (
-        isinstance(answer, int) and answer > 400
-    ):  # of the Hub, or a web server; 400 is also aiohttp's for an answer that is no HTTP
+    # Of the Hub, or a web server; 400 is also what aiohttp calls an answer that is no HTTP.
+    if isinstance(answer, int) and answer > 400:
         return answer >= 500 or answer in (408, 425, 429)
     if isinstance(error, OSError):
         failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS

@@ -65,9 +65,10 @@ def test_an_empty_argument_is_not_taken_for_the_current_folder(arguments, place,
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_job_may_begin_after_none(tmp_path, monkeypatch):
+@pytest.mark.parametrize("after", [["--after", ""], ["--after="]])
+def test_a_job_may_begin_after_none(after, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refusal = CliRunner().invoke(app, ["submit", "my.yaml", "--after", "", "--dry-run"]).exception
+    refusal = CliRunner().invoke(app, ["submit", "my.yaml", *after, "--dry-run"]).exception
     assert "my.yaml: no such file" in str(refusal)
 
 

@@ -172,7 +172,7 @@ def test_job_json_holds_the_training_job_and_those_of_the_stages(run_dir: RunDir
 
 
 def test_the_job_of_a_run_folder_without_training_is_the_newest(run_dir: RunDir) -> None:
-    """What `status` looks at; the training job stays it, whatever is submitted after it."""
+    """The job that `status` looks at: the training job, whatever is submitted after it."""
     for stages, job_id in (
         ({"translate": "1"}, "1"),
         ({"translate": "2"}, "2"),

@@ -57,7 +57,7 @@ HARMLESS = {
     "HF_TOKEN_PATH": "/home/a/token", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "SSH_AUTH_SOCK": "/tmp/ssh", "AUTHOR": "Ann Lee",
     "GOOGLE_APPLICATION_CREDENTIALS": "/home/a/key.json", "AWS_SHARED_CREDENTIALS_FILE": "/home/a/aws", "MONKEY": "island",
     "SSH_KEY": "~/.ssh/id_ed25519", "MLFLOW_TRACKING_URI": "http://login01:5000", "HTTPS_PROXY": "http://proxy:3128",
-    "DATABASE_URL": "sqlite:///a@b/mlflow.db", "SECRETARY": "Ann Lee", "COMPASS": "north", "PGPASSFILE": "pgpass.conf",
+    "DATABASE_URL": "sqlite:///a@b.db", "SECRETARY": "Ann Lee", "COMPASS": "north", "PGPASSFILE": "pgpass.conf",
 }  # fmt: skip
 TOKENS = [
     "ghp_pa55word0123456789ab",

@@ -97,6 +97,8 @@ def test_a_server_that_answers_again_is_waited_for_while_it_takes_data_and_gets_
         log_reference(run, *arguments)
 
     monkeypatch.setattr(mlflow_models, "log_reference", down_then_slow)
+    monkeypatch.setattr(shipper, "ANSWER_SECONDS", 600)  # however slow the machine is
+    monkeypatch.setattr("dist_transformer.tracking.tracker.BUSY_SECONDS", 600)
     tracker = tracker_of(stored_run_dir, None, close_seconds=1)
     tracker.start({}, {}, "")
     for step in range(1, 8):
