@@ -46,6 +46,10 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(value)
 
 
+def in_fixed_folder(tmp_path: Path, **settings: object) -> dict[str, object]:
+    return {**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine"), **settings}
+
+
 def mixture_of(**corpora: dict[str, Any]) -> dict[str, Any]:
     """The section `data` of `config_of` for several training corpora."""
     return {"train": None, "mixture": {"corpora": corpora}}

@@ -41,6 +41,13 @@ def settings_of(uri: str | None) -> TrackingConfig:
     return TrackingConfig.model_validate({"uri": uri})
 
 
+def started(run_dir: RunDir, parameters: dict[str, str] | None = None) -> Tracker:
+    """A start of a run on its sqlite store, with these parameters."""
+    tracker = tracker_of(run_dir, None)
+    tracker.start(parameters or {}, {"slurm.job_id": "7"}, "model: base\n")
+    return tracker
+
+
 def train(log: MetricsLog, steps: range) -> None:
     """What the training loop writes: a record each step, a validation every fifth. Values depend on the step only."""
     for step in steps:
