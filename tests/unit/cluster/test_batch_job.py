@@ -1,132 +1,24 @@
 """What the batch script does between Slurm's start of the job and its end, with programs that answer like Slurm's."""
 
 import contextlib
-import errno
-import os
-import re
 import signal
-import site
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from running import with_constants
+from batch_job_helpers import RECORD, SilentPort, Slurm, wait_for
 
 from dist_transformer.cluster import silent_nodes
-from dist_transformer.cluster.batch_host import TRIES, watch
-from dist_transformer.cluster.requeue import note_begin
-from dist_transformer.run.folder import RunDir
-from dist_transformer.run.records import records_of
 
-RECORD = (
-    "JobId=7 JobName=a Restarts=9 b UserId=u(0) JobState=RUNNING Reason=None Restarts=0 NodeList=n[1-2] BatchHost=n1 "
-    "ExcNodeList=(null)"
-)
-SCONTROL = """case "$*" in
-*hostnames*) for node in {nodes}; do echo $node; done ;;
-*"show job"*) cat {folder}/job ;;
-*config*) echo "SlurmdPort = 6818" ;;
-*"show node"*) cat {folder}/nodes ;;
-esac"""
-SRUN = """case "$*" in *batch_host*) exec sleep 60 ;; esac
-echo "$*" >> {folder}/steps
-exec bash {folder}/step_$(wc -l < {folder}/steps)"""
 FAILS = 'echo "1 n2" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137'
-
-
-class SilentPort:
-    """A port that gives no answer, as if its machine were gone: the queue of those who wait for it is full."""
-
-    def __init__(self) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0), backlog=0)
-        self.address = self._server.getsockname()
-        self._waiting = []
-        for _ in range(4):
-            client = socket.socket()
-            client.setblocking(False)
-            client.connect_ex(self.address)
-            self._waiting.append(client)
-
-    def close(self) -> None:
-        for each in (*self._waiting, self._server):
-            each.close()
-
-
-class Slurm:
-    """Two nodes, n1 and n2; the job is 7. What srun does the first time, the second ... is in files step_1, step_2."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.run_dir = folder, RunDir(folder / "run")
-        self.run_dir.path.mkdir()
-        self.run_dir.config.write_text("data: {train: {demo: train}}\n")
-        self.listening, self.silent = socket.create_server(("127.0.0.1", 0)), SilentPort()
-        self.programs = {"scontrol": SCONTROL.format(nodes="n1 n2", folder=folder), "srun": SRUN.format(folder=folder),
-                         "squeue": "cat {folder}/reason", "sinfo": ""}  # fmt: skip
-        self.answers("n1", "n2")
-        (folder / "job").write_text(RECORD)
-
-    def answers(self, *nodes: str) -> None:
-        """Their daemons accept connections; those of the other nodes give no answer."""
-        up, down = self.listening.getsockname()[1], self.silent.address[1]
-        lines = [f"NodeName={n} NodeAddr=127.0.0.1 Port={up if n in nodes else down}\n" for n in ("n1", "n2")]
-        (self.folder / "nodes").write_text("".join(lines))
-
-    def start(
-        self, *steps: str, spare: int = 0, log: int = subprocess.PIPE, python: Path = Path(sys.executable),
-        programs: str = "/usr/bin:/bin",
-    ) -> "subprocess.Popen[str]":  # fmt: skip
-        for number, step in enumerate(steps, 1):
-            (self.folder / f"step_{number}").write_text(step)
-        for name, body in self.programs.items():
-            path = self.folder / name
-            path.write_text(
-                f'#!/bin/bash\necho "{name} $*" >> {self.folder}/calls\n{body}\n'.replace("{folder}", str(self.folder))
-            )
-            path.chmod(0o755)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
-        waits = {"batch_job.RETRY_SECONDS": 0.1, "batch_job.WATCH_SECONDS": 0.1, "silent_nodes.SILENT_SECONDS": 1}
-        constants = with_constants({f"cluster.{name}": seconds for name, seconds in waits.items()})
-        if python != Path(sys.executable):
-            constants["PYTHONPATH"] += os.pathsep + os.pathsep.join(site.getsitepackages())
-        main = "import sys; from dist_transformer.cluster.batch_job import main; sys.exit(main(sys.argv[1:]))"
-        settings = ["off", "180", "0.8", str(spare), "1", "--mpi=none", "0"]
-        return subprocess.Popen(
-            [python, "-u", "-c", main, *settings, str(self.run_dir.path)],
-            env={**kept, **slurm, **constants, "PATH": f"{self.folder}:{programs}"},
-            stdout=log, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    def run(self, *steps: str, spare: int = 0) -> tuple[int, str]:
-        """Exit code and output."""
-        process = self.start(*steps, spare=spare)
-        said = process.communicate(timeout=240)[0]
-        assert "Traceback" not in said
-        return process.returncode, said
-
-    def calls(self, words: str) -> int:
-        return sum(words in line for line in (self.folder / "calls").read_text().splitlines())
-
-    def steps(self) -> list[str]:
-        return [line.split(" /")[0] for line in (self.folder / "steps").read_text().splitlines()]
-
-    def ends(self) -> list[tuple[Any, ...]]:
-        records = [*records_of(self.run_dir.attempts.read_text().splitlines())]
-        return [(r.get("exit_code"), r["how"], r["requeued"]) for r in records if r["event"] == "ended"]
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
-    made = Slurm(tmp_path)
-    yield made
-    made.listening.close()
-    made.silent.close()
+    with contextlib.closing(Slurm(tmp_path)) as made:
+        yield made
 
 
 ALL = "--kill-on-bad-exit=1 --wait=0 --label"
@@ -227,7 +119,7 @@ def test_a_spare_node_takes_the_place_of_one_that_gives_no_answer(slurm: Slurm) 
 
 def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None:
     process = slurm.start("trap 'echo saved; exit 75' USR1; touch $0.up; while :; do sleep 0.1; done")
-    _wait_for(slurm.folder / "step_1.up")
+    wait_for((slurm.folder / "step_1.up").exists)
     process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=240)[0]
     assert "told to save" in said
@@ -239,7 +131,7 @@ def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None
 def test_a_log_that_takes_no_more_writes_costs_neither_the_save_nor_the_requeue(slurm: Slurm) -> None:
     with Path("/dev/full").open("w") as full:
         process = slurm.start("trap 'exit 75' USR1; touch $0.up; while :; do sleep 0.1; done", log=full.fileno())
-    _wait_for(slurm.folder / "step_1.up")
+    wait_for((slurm.folder / "step_1.up").exists)
     process.send_signal(signal.SIGUSR1)
     process.wait(240)
     assert slurm.ends() == [(75, "decide", True)]
@@ -288,7 +180,7 @@ def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restart
         "[ $(grep -c squeue {folder}/calls) -gt 1 ] && cat {folder}/reason"  # first without answer
     )
     process = slurm.start("touch $0.up; sleep 1.5; exit 143")
-    _wait_for(slurm.folder / "step_1.up")
+    wait_for((slurm.folder / "step_1.up").exists)
     (slurm.folder / "job").write_text(RECORD.replace("Restarts=0", f"Restarts={restarts}").replace("RUNNING", state))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
@@ -320,81 +212,6 @@ def test_a_missing_configuration_ends_the_job_before_any_rank_starts(slurm: Slur
     assert not (slurm.folder / "steps").exists()
 
 
-def test_another_node_requeues_a_job_from_which_slurm_has_taken_the_one_of_its_batch_script(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm.run("exit 0")  # writes the programs
-    (slurm.folder / "calls").unlink()
-    monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
-    monkeypatch.setattr("dist_transformer.cluster.batch_host.POLL_SECONDS", 0.0)
-    (slurm.folder / "job").write_text(RECORD.replace("BatchHost=n1", "BatchHost=n7"))
-    watch("7", 0, slurm.run_dir)
-    assert slurm.calls("scontrol requeue 7") == 1
-    assert slurm.ends()[-1] == (None, "lost", True)
-    watch("7", 1, slurm.run_dir)  # another attempt
-    assert slurm.calls("scontrol requeue 7") == 1
-
-
-TAKEN = RECORD.replace("BatchHost=n1", "BatchHost=n7").replace("RUNNING", "COMPLETING")
-AGAIN = TAKEN.replace("Restarts=0", "Restarts=1")
-
-
-@pytest.mark.parametrize(
-    ("record", "has_ended", "requeues", "excludes"),
-    [
-        (AGAIN, False, 0, 1),  # back before Slurm missed it, which has requeued the job
-        (AGAIN, True, 0, 0),  # the batch script requeued it, and its node has left the job first
-        (TAKEN.replace("Reason=None", "Reason=JobLaunchFailure"), False, 1, 1),  # set down
-        (TAKEN, False, 0, 0),  # a person cancels what is left of the job
-        (RECORD, False, 0, 0),  # this watch alone is ended
-    ],
-)
-def test_at_term_the_other_node_sees_whether_that_of_the_batch_script_was_taken(
-    slurm: Slurm, record: str, has_ended: bool, requeues: int, excludes: int
-) -> None:
-    """The new list of excluded nodes is refused once, as if the job were still at work."""
-    slurm.programs["scontrol"] += "\n" + '[[ "$*" != *Exc* || $(grep -c Exc {folder}/calls) -gt 1 ]]'
-    slurm.programs["sinfo"] = "printf '%s|idle|f|g\\n' n1 n2 n3 n4 n7"
-    slurm.run("exit 0")  # writes the programs
-    (slurm.folder / "calls").unlink()
-    if not has_ended:
-        note_begin(slurm.run_dir, "7", 0, "n[1-2]", 2)
-    module = [sys.executable, "-m", "dist_transformer.cluster.batch_host", "7", "0", str(slurm.run_dir.path)]
-    process = subprocess.Popen(module, env={**os.environ, "PATH": f"{slurm.folder}:/usr/bin:/bin"})
-    while not ignores(process.pid, signal.SIGUSR2):  # from then on it waits for TERM
-        time.sleep(0.05)
-    (slurm.folder / "job").write_text(record)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 0
-    assert slurm.calls("scontrol requeue 7") == requeues
-    assert slurm.calls("scontrol update JobId=7 ExcNodeList=n7") == 2 * excludes
-    assert [end for end in slurm.ends() if end[1] == "lost"] == [(None, "lost", True)] * excludes
-
-
-@pytest.mark.parametrize("fault", ["no disk", "sinfo does not answer", "sinfo times out once"])
-def test_neither_a_disk_nor_a_slow_controller_keeps_the_job_from_being_requeued(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    if fault != "no disk":
-        until = 9 if "once" not in fault else 1
-        slurm.programs["sinfo"] = "[ $(grep -c ^sinfo {folder}/calls) -gt UNTIL ] || exit 1".replace(
-            "UNTIL", str(until)
-        )
-    slurm.run("exit 0")  # writes the programs
-    (slurm.folder / "calls").unlink()
-    monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
-    monkeypatch.setattr("dist_transformer.cluster.batch_host.POLL_SECONDS", 0.0)
-    (slurm.folder / "job").write_text(RECORD.replace("BatchHost=n1", "BatchHost=n7"))
-    before = len(slurm.ends())
-    if fault == "no disk":
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        monkeypatch.setattr("dist_transformer.cluster.batch_host.note_lost_host", Mock(side_effect=full))
-    watch("7", 0, slurm.run_dir)
-    assert slurm.calls("scontrol requeue 7") == 1
-    assert len(slurm.ends()) == before + (fault != "no disk")  # noted once
-    assert slurm.calls("sinfo") == {"no disk": 1, "sinfo does not answer": TRIES, "sinfo times out once": 2}[fault]
-
-
 def test_a_live_node_is_known_by_its_refusal_and_a_dead_one_by_its_silence() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -405,15 +222,3 @@ def test_a_live_node_is_known_by_its_refusal_and_a_dead_one_by_its_silence() -> 
         places = {"accepts": server.getsockname(), "refuses": closed.getsockname(), "silent": silent.address}
         found = silent_nodes.answers({**places, "nameless": ("no-such-host.invalid", 1)})
     assert {name: code == 0 for name, code in found.items()} == {"accepts": True, "refuses": False}
-
-
-def ignores(pid: int, number: signal.Signals) -> bool:
-    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
