@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from mlflow import MlflowClient
 from mlflow_server import wait_until
-from test_tracking_store import started
 from tracking_helpers import (
     curves_in_file,
     curves_on_server,
@@ -19,6 +18,7 @@ from tracking_helpers import (
     save_checkpoint,
     sent_step,
     settings_of,
+    started,
     store_of,
     tracker_of,
     train,
