@@ -11,6 +11,7 @@ from command_server import quick_command
 from running import NOT_INHERITED, Command, without
 
 from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.processes.stop_request import STOP_SIGNALS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
 # Tests compare what CPUs compute, on several ranks; benchmarks/gpu.py --acceptance is the test of a GPU.
@@ -21,6 +22,16 @@ hypothesis.settings.load_profile("any machine")
 # Started by nohup or in the background, tests inherit ignored signals, and so would the processes they signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+@pytest.fixture(autouse=True)
+def no_handler_of_a_command() -> Iterator[None]:
+    """Puts back the handlers of signals: those of a command that a test called in this process would swallow a Ctrl-C."""
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

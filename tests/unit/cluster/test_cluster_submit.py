@@ -297,7 +297,7 @@ def test_an_answer_of_sbatch_that_is_late_does_not_mean_that_there_is_no_job(
 def test_a_ctrl_c_while_sbatch_is_asked_does_not_mean_that_there_is_no_job(
     run_dir: RunDir, fake_slurm: FakeSlurm
 ) -> None:
-    _must_leave_the_files(run_dir, fake_slurm, "kill -INT $PPID; exec sleep 600")
+    _must_leave_the_files(run_dir, fake_slurm, "kill -INT $PPID; exec sleep 600", answer=r"'\^C'")
 
 
 def test_an_id_is_a_job_whatever_the_exit_code_says(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
@@ -307,9 +307,9 @@ def test_an_id_is_a_job_whatever_the_exit_code_says(run_dir: RunDir, fake_slurm:
     assert run_dir.submitted_script.is_file()
 
 
-def _must_leave_the_files(run_dir: RunDir, fake_slurm: FakeSlurm, sbatch: str) -> None:
+def _must_leave_the_files(run_dir: RunDir, fake_slurm: FakeSlurm, sbatch: str, answer: str = "") -> None:
     fake_slurm.program("sbatch", sbatch)
-    with pytest.raises(MachineError, match="expected a job id; look with `squeue --me`"):
+    with pytest.raises(MachineError, match=f"{answer}.*: expected a job id; look with `squeue --me`"):
         submit(_plan(run_dir))
     assert run_dir.submitted_script.is_file()
     assert not run_dir.job.exists()

@@ -210,9 +210,8 @@ def test_the_age_of_a_stop_file_is_by_the_clock_of_its_file_system(monkeypatch, 
 
 
 @pytest.fixture
-def listening(monkeypatch) -> Iterator[Callable[[str], StopRequest]]:
-    """A request that listens in this process, with an end time in the environment; handlers are put back."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def listening(monkeypatch) -> Callable[[str], StopRequest]:
+    """A request that listens in this process, with an end time in the environment."""
 
     def listen(end_time: str) -> StopRequest:
         monkeypatch.setenv(END_TIME_VARIABLE, end_time)
@@ -220,9 +219,7 @@ def listening(monkeypatch) -> Iterator[Callable[[str], StopRequest]]:
         stop.listen()
         return stop
 
-    yield listen
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return listen
 
 
 def test_the_end_of_the_slurm_job_is_a_request(listening):
