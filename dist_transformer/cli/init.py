@@ -23,7 +23,7 @@ from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output, is_stream, write_output, writing
 
 if TYPE_CHECKING:  # at run time it would import numpy for every command
-    from dist_transformer.data.sources.survey import Pair
+    from dist_transformer.data.sources.survey import Pair, Survey
 
 MOST_HELD_OUT, HELD_OUT_PART = 2000, 30
 LANGUAGE = re.compile(r"\.([a-z]{2,3}(?:[-_]\w+)?)(?:\.gz|\.zst|\.xz)?$")
@@ -57,26 +57,11 @@ def init_command(
 
     Without a terminal, or with --yes, what no option gives is chosen and said.
     """
-    chosen: list[str] = []
-    is_asked = not yes and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-
-    def ask(question: str, given: Any, proposed: Any, choices: list[str] | None = None) -> Any:
-        if given is None and is_asked:
-            from rich.prompt import IntPrompt, Prompt
-
-            kind = IntPrompt if isinstance(proposed, int) else Prompt
-            return kind.ask(question, default=proposed, choices=choices)
-        if given is not None:
-            return given
-        chosen.append(f"{question} {proposed}")
-        return proposed
-
+    questions = _Questions(is_asked=not yes)
     profile = load_profile(cluster) if cluster else {"ranks_per_node": 1, "gpus_per_node": 1}
     corpus, guesses = _corpus(source, target, columns)
-    languages = ask("source language", source_language, guesses[0]), ask("target language", target_language, guesses[1])
-    if not all(re.fullmatch(r"[\w-]+", language) for language in languages) or languages[0] == languages[1]:
-        raise UserError(f"{' and '.join(languages)}: expected two codes, as --source-language en --target-language de")
-    name = ask("name of the run", name, out.stem if out else "-".join(languages))
+    languages = _ask_languages(questions, (source_language, target_language), guesses)
+    name = questions.ask("name of the run", name, out.stem if out else "-".join(languages))
     if problems := [*run_name_problems(str(name))]:
         raise UserError(f"{problems[0]} with --name")
     out = out or Path(f"{name}.yaml")
@@ -86,36 +71,19 @@ def init_command(
         raise UserError(f"--out {out}: is a device or a pipe, expected a file, which `train` reads")
     check_output(folder, "text files")
 
-    from dist_transformer.data.sources.corpus import read_pairs
-    from dist_transformer.data.sources.survey import survey
     from dist_transformer.planning import proposal
     from dist_transformer.reporting.html import render
 
     data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
     corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
-    for split, given in corpora.items():
-        if given == corpus:
-            raise UserError(f"--{split}: is the training text itself; give another, or none: pairs are held out")
-        read_pairs(given, data)  # its errors are reported before anything is written
-    with progress_bar() as show:
-        found = survey(corpus, data, lambda pairs: show("reading the text", pairs, None))
-    print(f"{found.pairs:,} pairs, {found.characters} characters, {found.repeated:.1%} repeat a source sentence")
-    for language, side in zip(languages, found.sides, strict=True):
-        length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
-        print(f"  {language}: {side.script}; {length}")
-    splits, most = [split for split in SPLITS if split not in corpora], len(found.sample) // 4
-    each = min(MOST_HELD_OUT, most, found.pairs // HELD_OUT_PART)
-    each = ask("pairs held out for validation, and for the test", held_out, each) if splits else 0
-    if splits and not 1 <= each <= most:
-        raise UserError(
-            f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs that were looked at, got "
-            f"{each}; give more text, or --validation and --test"
-        )
+    _check_readable(corpora, data)
+    found = _surveyed(data)
+    splits = [split for split in SPLITS if split not in corpora]
+    each = _ask_held_out(questions, held_out, found) if splits else 0
     pairs = found.pairs - each * len(splits)
-    preset = ask("size of the model", preset, proposal.preset_for(pairs), [*PRESETS])
+    preset = questions.ask("size of the model", preset, proposal.preset_for(pairs), [*PRESETS])
     tokens, longest = pairs * sum(side.mean for side in found.sides), max(side.percentile_99 for side in found.sides)
     sections = proposal.proposed(preset, tokens, longest, found.characters, max_steps)
-    num_ranks = min(sections["data"]["lanes"], profile.get("ranks_per_node", 1))
     if splits:
         corpora |= {split: CorpusConfig(**{side: f"{split}.{code}" for side, code in zip(SIDES, languages, strict=True)})
                     for split in ("train", *splits)}  # fmt: skip
@@ -125,18 +93,86 @@ def init_command(
     text = render(
         "config.yaml", **sections, name=name, out=shown, languages=languages, found=found, pairs=pairs,
         num_held_out=each * len(splits), text=dump({"root": str(folder), **files} if splits else files),
-        recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens), num_ranks=num_ranks,
-        cluster=cluster, has_slurm=has_slurm, profile=profile,
+        recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens),
+        num_ranks=min(sections["data"]["lanes"], profile.get("ranks_per_node", 1)), cluster=cluster,
+        has_slurm=has_slurm, profile=profile,
     )  # fmt: skip
     parts = {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}
     with _new_text(data, parts, folder, found.pairs) if splits else nullcontext():
         write_output(out, text)
     load_config(out)
-    if chosen:
-        print(f"not asked, chosen: {', '.join(chosen)}")
+    if questions.chosen:
+        print(f"not asked, chosen: {', '.join(questions.chosen)}")
     print(f"{out}: written, with the reason of each setting. Next:\n  dist-transformer train {shown}")
     print(f"  dist-transformer submit {shown}\n" if has_slurm else "", end="")
     print(f"  dist-transformer translate runs/{name} < FILE")
+
+
+class _Questions:
+    """What no option gives: asked at a terminal, else as proposed, which `chosen` then says."""
+
+    def __init__(self, is_asked: bool) -> None:
+        self._is_asked = is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+        self.chosen: list[str] = []
+
+    def ask(self, question: str, given: Any, proposed: Any, choices: list[str] | None = None) -> Any:
+        """Returns what is given, else the answer."""
+        if given is not None:
+            return given
+        if self._is_asked:
+            from rich.prompt import IntPrompt, Prompt
+
+            kind = IntPrompt if isinstance(proposed, int) else Prompt
+            return kind.ask(question, default=proposed, choices=choices)
+        self.chosen.append(f"{question} {proposed}")
+        return proposed
+
+
+def _ask_languages(
+    questions: _Questions, given: tuple[str | None, str | None], guesses: Sequence[str]
+) -> tuple[str, str]:
+    source = questions.ask("source language", given[0], guesses[0])
+    target = questions.ask("target language", given[1], guesses[1])
+    if not all(re.fullmatch(r"[\w-]+", language) for language in (source, target)) or source == target:
+        raise UserError(f"{source} and {target}: expected two codes, as --source-language en --target-language de")
+    return source, target
+
+
+def _check_readable(corpora: Mapping[str, CorpusConfig], data: DataConfig) -> None:
+    """Raises for a held-out text that is given and cannot be used, before anything is written."""
+    from dist_transformer.data.sources.corpus import read_pairs
+
+    for split, given in corpora.items():
+        if given == data.train:
+            raise UserError(f"--{split}: is the training text itself; give another, or none: pairs are held out")
+        read_pairs(given, data)
+
+
+def _surveyed(data: DataConfig) -> "Survey":
+    """Reads the training text once, and prints what it is."""
+    from dist_transformer.data.sources.survey import survey
+
+    assert data.train is not None
+    with progress_bar() as show:
+        found = survey(data.train, data, lambda pairs: show("reading the text", pairs, None))
+    print(f"{found.pairs:,} pairs, {found.characters} characters, {found.repeated:.1%} repeat a source sentence")
+    for language, side in zip((data.source_language, data.target_language), found.sides, strict=True):
+        length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
+        print(f"  {language}: {side.script}; {length}")
+    return found
+
+
+def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> int:
+    """Returns the number of pairs of each split."""
+    most = len(found.sample) // 4
+    proposed = min(MOST_HELD_OUT, most, found.pairs // HELD_OUT_PART)
+    each: int = questions.ask("pairs held out for validation, and for the test", given, proposed)
+    if not 1 <= each <= most:
+        raise UserError(
+            f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs that were looked at, got "
+            f"{each}; give more text, or --validation and --test"
+        )
+    return each
 
 
 def _corpus(source: Path, target: Path | None, columns: tuple[str, str] | None) -> tuple[CorpusConfig, Sequence[str]]:
