@@ -122,27 +122,13 @@ def evaluate_command(
         metric.load()  # its errors are reported before hours of translating
     if run is None:
         assert hypothesis is not None
-        read = _read_files(hypothesis, [*(references or []), *([] if source is None else [source])])
-        pairs = Pairs([] if source is None else read.references.pop(), read.references)
-        print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
-        _print_scores(_measured(read.sources, pairs, code, tokenised, metric))
+        _score_file(hypothesis, source, references or [], code, tokenised, metric)
         return
     found = scored(
         run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, code, **search
     )  # fmt: skip
-    name, scores = found.name, found.scores
-    print(f"{name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}")
-    _print_scores(scores)
-    for each in found.modified:
-        print(each.name, *(f"{key} {value:.2f}" for key, value in each.measured.items() if isinstance(value, float)))
-    if output is not None:
-        with_speed = {**scores, "engine": engine, "sentences_per_second": scores["pairs"] / found.seconds}
-        for each in found.modified:
-            with_speed |= {f"{key}.{each.name.rpartition('.')[2]}": value for key, value in each.measured.items()}
-        write_output(output, json.dumps(with_speed, indent=1) + "\n")
-        print(f"{with_speed['sentences_per_second']:.1f} sentences/s; written to {output}")
-    elif found.run is not None:
-        print(f"written to {found.run[1].evaluation}")
+    _print_and_write(found, engine, output)
+    if output is None and found.run is not None:
         report_to_mlflow(found)
 
 
@@ -195,38 +181,25 @@ def scored(
         raise UserError("--source and --reference belong together: give both, or neither")
     if settings.get("n_best", 1) != 1:
         raise UserError(f"n_best: got {settings['n_best']}, but one translation of each line is scored; leave it out")
-    from dist_transformer.data.sources.corpus import read_pairs
-    from dist_transformer.data.sources.text import tag_prefix
     from dist_transformer.decoding.engines import folders_of, open_search
     from dist_transformer.decoding.translate import translate_lines
-    from dist_transformer.files import write_json, write_text
     from dist_transformer.interop.ctranslate2_export import is_exported, load_exported
     from dist_transformer.interop.model_card import add_scores
     from dist_transformer.interop.model_folder import WEIGHTS, read_config
 
     [model] = folders_of(engine, [folder])
     information = load_exported(model)[0] if is_exported(model) else read_config(model)[1]
-    language = language or information.target_language
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
-    if source is not None:
-        pairs = _read_files(source, references)
-        pairs = replace(pairs, sources=[*options.noting_tags(folder, pairs.sources)])
-        name, prefix = f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", ""
-    elif run is not None:
-        corpus = _corpus_of(run[0].data, split, folder)
-        language = run[0].data.languages_of(corpus)[1]
-        sources, lines = read_pairs(corpus, run[0].data)
-        name, prefix, pairs = split, tag_prefix(corpus.tags), Pairs(sources, [lines])
-    else:
-        raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
+    text = _files_to_score(folder, source, references) if source is not None else _corpus_to_score(folder, split, run)
+    language = text.language or language or information.target_language
     if run is not None and keep:
         _check_writable(run[1], folder)
     search = options.search_settings(folder, **{**settings, "n_best": 1})
     of_model = entries_of(model / WEIGHTS) if run is not None and keep else {}
-    opened, total, found = open_search(engine, [model], search, plugin), len(pairs.sources), []
-    texts = {name: pairs, **{f"{name}.{modifier}": _modified(pairs, modifier, prefix) for modifier in modified}}
+    opened, total, found = open_search(engine, [model], search, plugin), len(text.pairs.sources), []
+    changed = {f"{text.name}.{modifier}": _modified(text, modifier) for modifier in modified}
     with progress_bar() as show:
-        for name, pairs in texts.items():
+        for name, pairs in {text.name: text.pairs, **changed}.items():
             begun, progress = time.monotonic(), lambda done: show("translating", done, total)
             best = translate_lines(opened.searcher, opened.tokenizer, pairs.sources, search, progress=progress)
             translations = [first.text for first, *_ in best]
@@ -235,26 +208,94 @@ def scored(
             of_text = {"pairs": total, **pairs.digests(), "target_language": language}
             scores = {**measured, **of_text, "step": information.step, **search.model_dump(), **of_model}
             if run is not None and keep:
-                kept = [translations, *([line.replace("\n", " ") for line in lines] for lines in pairs.references)]
-                digest = _digest([line for lines in kept for line in lines])
-                write_json(run[1].evaluation / f"{name}.json", {**scores, OF_TEXTS: digest})
-                for number, lines in enumerate(kept):  # by which `compare` tells significance
-                    ending = f"reference{number}" if number else "translations"
-                    write_text(run[1].evaluation / f"{name}.{ending}", "".join(f"{line}\n" for line in lines))
+                _write_results(run[1], name, scores, translations, pairs)
                 add_scores(model, name, scores)
             found.append(Scored(name, information.step, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))
 
 
-def _modified(pairs: Pairs, modifier: str, prefix: str) -> Pairs:
-    """Returns the pairs, each modified, always in the same way. `prefix`: see `Modifiers`."""
+@dataclass(frozen=True)
+class _Text:
+    """What is scored. `language`: of the target, "" if it is not known; `prefix`: the tags of each line of the source."""
+
+    name: str
+    pairs: Pairs
+    language: str = ""
+    prefix: str = ""
+
+
+def _files_to_score(folder: Path, source: Path, references: Sequence[Path]) -> _Text:
+    pairs = _read_files(source, references)
+    pairs = replace(pairs, sources=[*options.noting_tags(folder, pairs.sources)])
+    return _Text(f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", pairs)
+
+
+def _corpus_to_score(folder: Path, split: str, run: tuple[Config, RunDir] | None) -> _Text:
+    """Reads a corpus of the run; UserError for a model folder, which has none."""
+    from dist_transformer.data.sources.corpus import read_pairs
+    from dist_transformer.data.sources.text import tag_prefix
+
+    if run is None:
+        raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
+    data = run[0].data
+    corpus = _corpus_of(data, split, folder)
+    sources, lines = read_pairs(corpus, data)
+    return _Text(split, Pairs(sources, [lines]), data.languages_of(corpus)[1], tag_prefix(corpus.tags))
+
+
+def _write_results(run_dir: RunDir, name: str, scores: dict[str, Any], translations: list[str], pairs: Pairs) -> None:
+    """Writes the scores, and the translations and references, by which `compare` tells significance."""
+    from dist_transformer.files import write_json, write_text
+
+    kept = [translations, *([line.replace("\n", " ") for line in lines] for lines in pairs.references)]
+    digest = _digest([line for lines in kept for line in lines])
+    write_json(run_dir.evaluation / f"{name}.json", {**scores, OF_TEXTS: digest})
+    for number, lines in enumerate(kept):
+        ending = f"reference{number}" if number else "translations"
+        write_text(run_dir.evaluation / f"{name}.{ending}", "".join(f"{line}\n" for line in lines))
+
+
+def _modified(text: _Text, modifier: str) -> Pairs:
+    """Returns the pairs, each modified, always in the same way."""
     from dist_transformer.data.loader.window_request import RowSlice
     from dist_transformer.data.modifiers import Modifiers
 
-    sources, references = [*pairs.sources], [*pairs.references[0]]
+    sources, references = [*text.pairs.sources], [*text.pairs.references[0]]
     rows = RowSlice(0, 0, 0, len(sources))
-    Modifiers({modifier: 1.0}, SEED_OF_MODIFIERS, prefix).modify(rows, range(len(sources)), sources, references)
+    Modifiers({modifier: 1.0}, SEED_OF_MODIFIERS, text.prefix).modify(rows, range(len(sources)), sources, references)
     return Pairs(sources, [references])
+
+
+def _score_file(
+    hypothesis: Path,
+    source: Path | None,
+    references: Sequence[Path],
+    language: str,
+    tokenised: Tokenised | None,
+    metric: Plugin | None,
+) -> None:
+    """Scores translations that somebody else made, and prints what `_measured` returns."""
+    read = _read_files(hypothesis, [*references, *([] if source is None else [source])])
+    pairs = Pairs([] if source is None else read.references.pop(), read.references)
+    print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
+    _print_scores(_measured(read.sources, pairs, language, tokenised, metric))
+
+
+def _print_and_write(found: Scored, engine: Engine, output: Path | None) -> None:
+    """Prints the scores of a model, and where they are; `output` gets them with the speed."""
+    name, scores = found.name, found.scores
+    print(f"{name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}")
+    _print_scores(scores)
+    for each in found.modified:
+        print(each.name, *(f"{key} {value:.2f}" for key, value in each.measured.items() if isinstance(value, float)))
+    if output is not None:
+        with_speed = {**scores, "engine": engine, "sentences_per_second": scores["pairs"] / found.seconds}
+        for each in found.modified:
+            with_speed |= {f"{key}.{each.name.rpartition('.')[2]}": value for key, value in each.measured.items()}
+        write_output(output, json.dumps(with_speed, indent=1) + "\n")
+        print(f"{with_speed['sentences_per_second']:.1f} sentences/s; written to {output}")
+    elif found.run is not None:
+        print(f"written to {found.run[1].evaluation}")
 
 
 def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
