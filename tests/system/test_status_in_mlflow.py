@@ -44,6 +44,13 @@ def killed(command: Command) -> RunDir:
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def ended(command: Command, killed: RunDir) -> RunDir:
+    """The same run, which went on and has finished."""
+    command(*RUN, f"training.max_steps={_checkpoint_step(killed) + 10}")
+    return killed
+
+
 def status_on_server(run_dir: RunDir) -> str:
     memory = read_json(run_dir.tracking)
     return str(MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"]).info.status)
@@ -56,15 +63,20 @@ def test_who_asks_for_the_status_of_a_killed_run_mends_it_in_mlflow(command: Com
     assert "MLflow" not in command("status", killed.path)
 
 
-def test_when_it_goes_on_it_is_the_same_run_and_ends_as_it_says(command: Command, killed: RunDir) -> None:
-    run_id = read_json(killed.tracking)["run_id"]
-    step = int(str(newest_checkpoint(killed)).removeprefix("step_"))  # run.json may not know it yet
-    command(*RUN, f"training.max_steps={step + 10}")
-    assert read_json(killed.tracking)["run_id"] == run_id
-    assert status_on_server(killed) == "FINISHED"
-    starts = [record for record in _history(killed) if record["event"] == "start"]
+def test_when_it_goes_on_it_is_the_same_run_and_ends_as_it_says(
+    command: Command, killed: RunDir, request: pytest.FixtureRequest
+) -> None:
+    run_id, step = read_json(killed.tracking)["run_id"], _checkpoint_step(killed)
+    ended: RunDir = request.getfixturevalue("ended")  # from here on
+    assert read_json(ended.tracking)["run_id"] == run_id
+    assert status_on_server(ended) == "FINISHED"
+    starts = [record for record in _history(ended) if record["event"] == "start"]
     assert [start["step"] for start in starts] == [0, step]
-    assert _history(killed)[-1]["state"] == "finished"
+    assert _history(ended)[-1]["state"] == "finished"
+
+
+def _checkpoint_step(run_dir: RunDir) -> int:
+    return int(str(newest_checkpoint(run_dir)).removeprefix("step_"))  # run.json may not know it yet
 
 
 def _history(run_dir: RunDir) -> list[dict[str, object]]:
@@ -86,36 +98,37 @@ def test_a_server_that_is_away_is_told_later(command: Command, tmp_path: Path) -
     assert f"{said}; later: dist-transformer track sync {run_dir.path}\n" in command("status", run_dir.path)
 
 
-def test_who_has_another_address_does_not_move_the_run_there(command: Command, killed: RunDir, tmp_path: Path) -> None:
-    memory = read_json(killed.tracking)
-    add_event(killed.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
-    out = command("status", killed.path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/other.db")
+def test_who_has_another_address_does_not_move_the_run_there(command: Command, ended: RunDir, tmp_path: Path) -> None:
+    memory = read_json(ended.tracking)
+    add_event(ended.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
+    out = command("status", ended.path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/other.db")
     assert f"FINISHED was not sent: the run is followed at {memory['uri']}" in out
-    assert read_json(killed.tracking) == memory
+    assert read_json(ended.tracking) == memory
     assert not (tmp_path / "other.db").exists()
 
 
-def test_nothing_is_said_of_a_run_that_somebody_trains(command: Command, killed: RunDir) -> None:
-    with filelock.FileLock(killed.lock):
-        assert "MLflow" not in command("status", killed.path)
-    assert "it is FINISHED now" in command("status", killed.path), "it had finished before"
+def test_nothing_is_said_of_a_run_that_somebody_trains(command: Command, ended: RunDir) -> None:
+    add_event(ended.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
+    with filelock.FileLock(ended.lock):
+        assert "MLflow" not in command("status", ended.path)
+    assert "it is FINISHED now" in command("status", ended.path), "it had finished before"
 
 
-def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, killed: RunDir) -> None:
-    command("evaluate", killed.path, "--beam", 1)
-    memory, scores = read_json(killed.tracking), read_json(killed.evaluation / "test.json")
+def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, ended: RunDir) -> None:
+    command("evaluate", ended.path, "--beam", 1)
+    memory, scores = read_json(ended.tracking), read_json(ended.evaluation / "test.json")
     run = MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"])
     measures = ("bleu", "chrf", "exact_match")
     assert {key: run.data.metrics[f"evaluation/test/{key}"] for key in measures} == {
         key: scores[key] for key in measures
     }
     assert run.info.status == "FINISHED"
-    with filelock.FileLock(killed.lock):
-        said = command("evaluate", killed.path, "--beam", 1)
+    with filelock.FileLock(ended.lock):
+        said = command("evaluate", ended.path, "--beam", 1)
     assert (
         "not reported to MLflow: the run is being trained, or its lock cannot be taken; evaluate again when it has ended"
         in said
     )
-    again = evaluate(killed.path, beam_size=2)  # from Python
+    again = evaluate(ended.path, beam_size=2)  # from Python
     history = MlflowClient(tracking_uri=memory["uri"]).get_metric_history(memory["run_id"], "evaluation/test/bleu")
     assert [point.value for point in history] == [scores["bleu"], again["bleu"]]
