@@ -101,8 +101,9 @@ class GlobalBatchPrefetcher:
     def prefetch(self, status: RankStatus) -> None:
         """Fetches the next step and begins to sum it (collective; waits for other ranks only at a new stage)."""
         started = time.monotonic()
-        if self._loader.must_repartition(self._batch):
-            self._repartition()
+        if self._loader.must_repartition(self._batch):  # by new weights, from the positions of all lanes
+            lanes = ChainMap(*self._ranks.all_gather_object(self._loader.lane_positions()))
+            self._loader.repartition([lanes[lane] for lane in range(self._num_lanes)], self._batch)
         try:
             self._local = self._loader.next_step()
         except UserError as error:
@@ -147,11 +148,6 @@ class GlobalBatchPrefetcher:
         """Prefetches the first step of the next epoch (collective)."""
         self._loader.start_epoch(self._batch)
         self.prefetch(status)
-
-    def _repartition(self) -> None:
-        """Divides the rest of the epoch anew, by new weights and from the positions of all lanes (collective)."""
-        lanes = ChainMap(*self._ranks.all_gather_object(self._loader.lane_positions()))
-        self._loader.repartition([lanes[lane] for lane in range(self._num_lanes)], self._batch)
 
     def _count(self, local: LocalStep, status: RankStatus) -> dict[str, int]:
         """Returns what is summed over the ranks, in int64."""

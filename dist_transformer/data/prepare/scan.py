@@ -66,7 +66,9 @@ class Start:
         if HeldOut.load(self.folder) is None and (held_out := read_held_out(self.config)) is not None:
             held_out.save(self.folder)
         if state.tokenizer is None:
-            self._make_tokenizer(state)
+            names = self._tokenizer_files(self.config.tokenizer, state)
+            state.tokenizer = TokenizerFiles(*names, *(file_sha256(self.folder / name) for name in names))
+            state.save(self.work)
         if self.config.data.on_the_fly:
             self._look_into_texts(state)
         return state
@@ -80,11 +82,6 @@ class Start:
                 given = corpus_name(corpus, self.config.data), size / 1e9
                 log.warning("%s: each process downloads these %.3g GB in each pass; copy them to a disk first", *given)
         state.scanned = True
-        state.save(self.work)
-
-    def _make_tokenizer(self, state: PrepareState) -> None:
-        names = self._tokenizer_files(self.config.tokenizer, state)
-        state.tokenizer = TokenizerFiles(*names, *(file_sha256(self.folder / name) for name in names))
         state.save(self.work)
 
     def _tokenizer_files(self, settings: TokenizerConfig, state: PrepareState) -> tuple[str, str]:

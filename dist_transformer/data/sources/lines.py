@@ -32,7 +32,9 @@ def read_complete_lines(file: str) -> Iterator[bytes]:
     DataError if the file cannot be opened, or is damaged or truncated.
     """
     with named_errors(file):
-        stream = _unpacked(file)
+        content, suffix = open_binary(file), compression_suffix(file)
+        raw = _XzStreams(content) if suffix == ".xz" else pa.input_stream(content, compression=COMPRESSIONS.get(suffix))
+        stream = io.BufferedReader(raw, READ_BLOCK_BYTES)
     advice = "Check the network" if is_address(file) else "Copy or download it again"
     with stream, named_errors(file, f"cannot be read to its end. {advice}"):
         for number, line in enumerate(stream):
@@ -125,12 +127,6 @@ def encoding_error(file: str, number: int, line: bytes) -> DataError:
             f"Convert the file to UTF-8, or set data.filters.bad_encoding to drop."
         )
     raise AssertionError("called for a valid line")
-
-
-def _unpacked(file: str) -> io.BufferedReader:
-    content, suffix = open_binary(file), compression_suffix(file)
-    raw = _XzStreams(content) if suffix == ".xz" else pa.input_stream(content, compression=COMPRESSIONS.get(suffix))
-    return io.BufferedReader(raw, READ_BLOCK_BYTES)
 
 
 class _XzStreams(io.RawIOBase):

@@ -168,11 +168,6 @@ def _file_errors() -> tuple[type[Exception], ...]:
     return (*read_errors(), ValueError, lzma.LZMAError, zlib.error)
 
 
-def _open_remote(file: str, **options: Any) -> Any:
-    filesystem, path = _filesystem(file)
-    return filesystem.open(path, "rb", **options)
-
-
 def _open_stream(file: str) -> Any:
     """Opens a single response of a web server, read from start to end without a limit of the total time."""
     import aiohttp
@@ -187,7 +182,8 @@ def _open_parts(file: str, exact: bool = False) -> BinaryIO | None:
 
     No read-ahead for readers that request exactly what they need (`exact`), and know where the file ends.
     """
-    remote = _open_remote(file, **({"cache_type": "none"} if exact else {}))
+    filesystem, path = _filesystem(file)
+    remote = filesystem.open(path, "rb", **({"cache_type": "none"} if exact else {}))
     for _ in range(RANGE_PROBES):
         with suppress(ValueError):
             if "http" in getattr(getattr(remote, "fs", None), "protocol", ()):  # only web servers may refuse
@@ -197,11 +193,6 @@ def _open_parts(file: str, exact: bool = False) -> BinaryIO | None:
             return io.BufferedReader(_RetriedReads(file, remote, exact), 1 if exact else io.DEFAULT_BUFFER_SIZE)
     remote.close()
     return None
-
-
-def _info(file: str) -> dict[str, Any]:
-    filesystem, path = _filesystem(file)
-    return dict(filesystem.info(path))
 
 
 def _matching(address: str) -> list[str]:
@@ -217,7 +208,8 @@ def _matching(address: str) -> list[str]:
 
 
 def _remote_ends(file: str) -> dict[str, Any]:
-    info = _info(file)
+    filesystem, path = _filesystem(file)
+    info = filesystem.info(path)
     if remote := _open_parts(file, exact=True):
         if (size := info.get("size")) is None:
             raise DataError(f"{file}: the server does not say how large this file is. Download it.")
