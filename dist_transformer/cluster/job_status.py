@@ -39,10 +39,7 @@ def report(target: RunRef) -> Document:
     is_left = is_over and view.state != "finished" and not view.is_alive(now)
     is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
     return {
-        "run": target.run_dir.name,
-        "folder": str(target.run_dir.path),
-        "time": now,
-        **_of_training(view, is_going=view.is_alive(now)),
+        **_of_run(view, now),
         "checkpoint": view.checkpoint,
         "checkpoint_time": view.checkpoint_time,
         "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
@@ -118,14 +115,17 @@ def ask_slurm(target: RunRef) -> Answer:
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
 
 
-def _of_training(view: RunView, *, is_going: bool) -> Document:
+def _of_run(view: RunView, now: float) -> Document:
     return {
+        "run": view.run_dir.name,
+        "folder": str(view.run_dir.path),
+        "time": now,
         "state": view.state,
         "step": view.step,
         "max_steps": view.max_steps,
         **{key: view.newest.get(key) for key in ("loss", "learning_rate", "tokens_per_second")},
         "record_time": view.newest.get("time"),
-        "seconds_to_last_step": view.seconds_to_last_step if is_going else None,
+        "seconds_to_last_step": view.seconds_to_last_step if view.is_alive(now) else None,
         "heartbeat_time": view.heartbeat_time,
         "owner": view.owner or None,
     }
@@ -219,10 +219,7 @@ def _row(view: RunView, job_id: str | None, job: QueuedJob | None) -> Document:
     attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)
     view = _without_earlier_attempts(view, attempt)
     return {
-        "run": view.run_dir.name,
-        "folder": str(view.run_dir.path),
-        "time": now,
-        **_of_training(view, is_going=view.is_alive(now)),
+        **_of_run(view, now),
         "starts": view.starts,
         "job_id": job_id,
         "job_state": job_state,
