@@ -39,8 +39,10 @@ _ALLOWED: dict[str, list[Any]] = {
     **{name: [False] for name in ("q_gating", "coverage_attn")},
 }
 """The values of settings that have a counterpart here; the first is that of a file that lacks the setting."""
-_SIZES = {"hidden_size": "d_model", "transformer_ff": "d_ff", "heads": "num_heads"}
+_OF_BOTH = {"hidden_size": "d_model", "transformer_ff": "d_ff", "heads": "num_heads", "mlp_activation_fn": "activation"}
+"""Our names of the settings that have one value here, for encoder and decoder."""
 _MISSING: dict[str, Any] = {"hidden_size": 512, "transformer_ff": 2048, "heads": 8, "layers": 2}
+_MISSING |= {"mlp_activation_fn": ACTIVATIONS[0]}
 _PLACES = {
     **{"encoder_attn": "context_attn", "self_attn_layer_norm": "input_layernorm", "q_proj": "linear_query"},
     **{"k_proj": "linear_keys", "v_proj": "linear_values", "out_proj": "final_linear", "fc1": "mlp.gate_up_proj"},
@@ -82,17 +84,13 @@ def _config_of(settings: Mapping[str, Any], path: Path) -> ModelConfig:
         if section.get(name, values[0]) not in values
     ]
     theirs = [{name: side.get(name, missing) for name, missing in _MISSING.items()} for side in (encoder, decoder)]
-    activations = [side.get("mlp_activation_fn", ACTIVATIONS[0]) for side in (encoder, decoder)]
-    for name in _SIZES:
+    for name in _OF_BOTH:
         if theirs[0][name] != theirs[1][name]:
             problems.append(f"model.{name}: expected one value, got {theirs[0][name]} and {theirs[1][name]}")
-    if activations[0] != activations[1]:
-        problems.append(f"model.mlp_activation_fn: expected one value, got {' and '.join(map(str, activations))}")
     is_shared, is_tied = (bool(common.get(name)) for name in ("share_embeddings", "share_decoder_embeddings"))
-    given: dict[str, Any] = {ours: theirs[0][name] for name, ours in _SIZES.items()}
+    given: dict[str, Any] = {ours: theirs[0][name] for name, ours in _OF_BOTH.items()}
     given |= {f"num_{side}_layers": each["layers"] for side, each in zip(("encoder", "decoder"), theirs, strict=True)}
-    given |= {"norm": "pre", "activation": activations[0], "shared_embeddings": is_shared and is_tied}
-    given |= {"tied_output": is_tied, "output_bias": True}
+    given |= {"norm": "pre", "shared_embeddings": is_shared and is_tied, "tied_output": is_tied, "output_bias": True}
     advice = "Give an encoder-decoder Transformer with sinusoidal positions, as Eole's recipe wmt17 trains it"
     return model_of(given, problems, path, advice)
 
