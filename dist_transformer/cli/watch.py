@@ -55,7 +55,6 @@ def sparkline(curve: Curve | None) -> str:
 
 
 def _facts(document: Document) -> Iterator[str]:
-    """Yields the lines about a run."""
     job = f"  job {document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else ""
     of = f" of {document['max_steps']}" if document["max_steps"] else ""
     yield f"{document['run']}: {document['state'] or '-'}  step {document['step']}{of}  starts {document['starts']}{job}"

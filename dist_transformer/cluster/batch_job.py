@@ -158,7 +158,6 @@ class BatchJob:
         return code if code >= 0 else 128 - code
 
     def _environment(self, nodes: Sequence[str]) -> dict[str, str]:
-        """The environment of a job step on these nodes."""
         is_whole = len(nodes) == len(self._nodes)
         kept = {name: v for name, v in os.environ.items() if is_whole or name not in NOT_FOR_FEWER_NODES}
         if cpus := kept.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it from sbatch

@@ -261,7 +261,6 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
 
 
 def _files_of(config: Config) -> Iterator[str]:
-    """Yields the local files that a configuration names."""
     yield from corpus_files(config.data, SCORES)
     for path in filter(None, (config.tokenizer.source_model, config.tokenizer.target_model, config.training.init_from)):
         yield from map(str, _files_at(Path(path)))

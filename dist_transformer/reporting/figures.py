@@ -49,7 +49,6 @@ def panel_svg(panel: Panel, marks: Marks) -> str:
 
 
 def _legend_columns(labels: list[str]) -> int:
-    """Number of columns of a legend."""
     if sum(len(label) + 7 for label in labels) <= LEGEND_CHARACTERS:
         return len(labels)
     return int(np.clip(LEGEND_CHARACTERS // (max(map(len, labels)) + 6), 1, 4))
@@ -173,7 +172,6 @@ def legend_text(text: str) -> str:
 
 @cache
 def _characters() -> frozenset[int]:
-    """The code points that the font has."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     return frozenset(get_font(findfont(FontProperties(family=FAMILY))).get_charmap())

@@ -83,7 +83,6 @@ class Audit:
 
 
 def _rows_of(corpus: int, batches: Iterable[Ints]) -> Ints:
-    """Returns the row numbers in one corpus."""
     rows = np.concatenate([np.empty(0, np.int64), *batches])
     numbers: Ints = rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
     return numbers

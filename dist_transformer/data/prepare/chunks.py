@@ -104,7 +104,6 @@ class Units:
                 self._wait()
 
     def _make(self, unit: str, make: Callable[[], Any]) -> bool:
-        """Makes a unit, if it is free."""
         with self.work.claimed(unit) as is_ours:
             if is_ours:
                 self.work.finish(unit, make())
@@ -200,7 +199,6 @@ class Units:
         return self._config.data.on_the_fly and name in self._training
 
     def _write_chunk(self, name: str, chunk: int, rows: list[Any], is_keys: bool) -> dict[str, Any] | None:
-        """Writes the files of a chunk; returns its result."""
         if is_keys:
             save_keys(self._hash_file(name, chunk), rows)
             return None

@@ -210,7 +210,6 @@ def _clear_away(work: Path) -> None:
 
 
 def _is_begun(folder: Path) -> bool:
-    """True if a preparation was begun in the folder."""
     return (folder / LOCK_NAME).is_file() or (folder / WORK_FOLDER / STATE_NAME).is_file()
 
 

@@ -125,7 +125,6 @@ class Start:
                     yield from (part for text in kept for part in training_parts(text, most))
 
     def _modify(self, batch: RawBatch, corpus: int) -> None:
-        """Changes the pairs of a batch by `data.modifiers`."""
         rows = [i for i, pair in enumerate(zip(batch.source, batch.target, strict=True)) if all(pair)]
         both = [[str(side[i]) for i in rows] for side in (batch.source, batch.target)]
         piece = RowSlice(corpus, 0, batch.first_row, batch.first_row + len(batch.source))

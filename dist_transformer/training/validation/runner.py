@@ -187,7 +187,6 @@ def sample_lines(num_lines: int, count: int, seed: int, step: int) -> tuple[list
 
 
 def _log(step: int, each: ValidationSet, found: dict[str, float | str], seconds: float) -> None:
-    """Logs the line of a corpus."""
     name = "" if not each.prefix else f" {each.name}"
     known = {key: MEASURES[key] for key in TRANSLATION_MEASURES if key in found}
     scores = "".join(f"  {measure.name} {found[key]:{measure.form}}" for key, measure in known.items())
