@@ -75,6 +75,15 @@ def without_credentials(text: str) -> str:
     return _TOKEN.sub("***", _QUERY.sub(_without_value, _USER.sub("", text)))
 
 
+def cleaned(value: Any) -> Any:
+    """Returns a value of any depth, such as settings, each text in it without credentials."""
+    if isinstance(value, Mapping):
+        return {key: cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [cleaned(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
 def is_secret_name(name: str) -> bool:
     """True if the variable of this name likely holds a secret: HF_TOKEN, PGPASSWORD, AZURE_STORAGE_KEY, accessToken."""
     words = _in_capitals(name)

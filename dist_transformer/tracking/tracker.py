@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.credentials import cleaned, without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import DecodingConfig, TrackingConfig
 from dist_transformer.errors import UserError
@@ -88,10 +88,10 @@ class Tracker:
         """
         self._add(
             "start",
-            parameters=_clean(parameters),
-            tags=_clean({**standard_tags(tags), **tags}),
+            parameters=cleaned(parameters),
+            tags=cleaned({**standard_tags(tags), **tags}),
             config=without_credentials(config_text),
-            datasets=[_clean(values) for values in datasets],
+            datasets=cleaned([*datasets]),
             description=without_credentials(description(tags, datasets, self._run_dir.path)),
         )
         self._shipper.start()
@@ -270,10 +270,6 @@ def _step_of(run_dir: RunDir, model: Path) -> int:
         raise ValueError(f"{model}/config.json: expected a JSON object")
     said: int | None = sound(config).get("step")
     return said if said is not None else max((r.get("step", 0) for r in read_records(run_dir.metrics)), default=0)
-
-
-def _clean(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: without_credentials(value) if isinstance(value, str) else value for key, value in values.items()}
 
 
 def _within(run_dir: RunDir, path: Path) -> str:

@@ -5,14 +5,13 @@ right after any rollback, copy or submission. An older checkpoint is compared wi
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.credentials import cleaned
 from dist_transformer.config.former_keys import current_settings
 from dist_transformer.config.loading import flatten, load_config, with_absolute_paths
 from dist_transformer.config.metrics import measured_with
@@ -107,8 +106,8 @@ def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:
     del values["slurm"]["environment"]
     if values["slurm"]["srun"].get("cpu-bind") == CPU_BIND:  # the default
         del values["slurm"]["srun"]["cpu-bind"]
-    cleaned: dict[str, Any] = _cleaned(values)
-    return cleaned
+    found: dict[str, Any] = cleaned(values)
+    return found
 
 
 def _former(run_dir: RunDir, checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -120,11 +119,3 @@ def _former(run_dir: RunDir, checkpoint: Checkpoint) -> dict[str, Any] | None:
         log.warning("settings   those until step %d are of another version: not compared (%s)", checkpoint.step, error)
         return None
     return settings_of(config, None)
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _cleaned(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(item) for item in value]
-    return without_credentials(value) if isinstance(value, str) else value
