@@ -10,10 +10,9 @@ from dist_transformer import __version__
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import flatten, to_yaml, with_absolute_paths
 from dist_transformer.config.model_size import count_by_part
-from dist_transformer.config.paths import is_address, located
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, json_digest
-from dist_transformer.data.sources.files import corpus_fingerprint
+from dist_transformer.data.sources.files import corpus_fingerprint, has_address
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.run.snapshot import git_commit
@@ -89,8 +88,7 @@ def _datasets(config: Config, prepared: Path, manifest: Manifest) -> list[dict[s
 
 def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
     """Returns a digest of a corpus's files if they are on a disk, else of its description, without network access."""
-    names = [name for name in (corpus.source, corpus.target, corpus.path) if name]
-    if names and not any(is_address(located(data.root, name)) for name in names):
+    if (corpus.source or corpus.path) and not has_address(corpus, data):
         try:
             return json_digest(corpus_fingerprint(corpus, data))
         except (DataError, MachineError) as error:
