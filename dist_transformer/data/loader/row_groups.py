@@ -1,6 +1,7 @@
 """Locations of the row groups of a split, and reading of row groups, with retries if the disk or the network fails."""
 
 import logging
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class SplitPlaces:
     def __init__(self, folder: Path, split: Split) -> None:
         self._folder, self._shards = folder, split.shards
         self._first_groups = [0, *accumulate(len(shard.row_groups) for shard in split.shards)]
-        self._first_rows = [0, *accumulate(sum(group.rows for group in shard.row_groups) for shard in split.shards)]
+        self._first_rows = array("q", accumulate((group.rows for group in split.row_groups), initial=0))
 
     def __len__(self) -> int:
         return self._first_groups[-1]
@@ -68,8 +69,7 @@ class SplitPlaces:
         number = bisect_right(self._first_groups, row_group) - 1
         shard, index = self._shards[number], row_group - self._first_groups[number]
         file = shard.file if shard.is_in_place else str(self._folder / shard.file)
-        first_row = self._first_rows[number] + sum(group.rows for group in shard.row_groups[:index])
-        return RowGroupPlace(file, index, shard.row_groups[index].rows, first_row, shard.is_in_place)
+        return RowGroupPlace(file, index, shard.row_groups[index].rows, self._first_rows[row_group], shard.is_in_place)
 
 
 class RowGroupTables:

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -69,6 +70,24 @@ def test_any_slices_give_exactly_their_rows_in_their_order(folder, splits, reade
 
 def test_a_split_is_read_row_group_by_row_group_in_order(folder, splits, reader):
     assert [as_lists(rows) for rows in reader.read_split("validation")] == rows_of_groups(folder, splits["validation"])
+
+
+class OneByOne(tuple[RowGroup, ...]):
+    """Row groups of which each is had, but no range: files may have a hundred thousand."""
+
+    def __getitem__(self, index: Any) -> Any:
+        assert isinstance(index, int)
+        return super().__getitem__(index)
+
+
+def test_the_first_row_of_a_row_group_is_the_sum_of_those_before_and_found_without_adding_them():
+    files = ((5, 0, 7), (), (3,), (8, 1))
+    shards = tuple(Shard("a", 1, "", OneByOne(RowGroup(rows, 0, 0) for rows in file)) for file in files)
+    places = row_groups.SplitPlaces(Path(), Split(shards, 24, 0, 0, 0, 0, 24, {}, None))
+    found = [places[number] for number in range(len(places))]
+    assert [place.rows for place in found] == [5, 0, 7, 3, 8, 1]
+    assert [place.first_row for place in found] == [0, 5, 5, 12, 15, 23]
+    assert [place.index for place in found] == [0, 1, 2, 0, 0, 1]
 
 
 def test_a_split_with_an_empty_row_group_is_read(tmp_path):
