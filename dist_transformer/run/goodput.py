@@ -10,7 +10,7 @@ attempts.jsonl. A start that died says nothing of its end: the next one records 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from dist_transformer.format import duration
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.metrics_log import read_records, read_records_from
 from dist_transformer.run.records import read_record
 
 Record = dict[str, Any]
@@ -59,7 +59,7 @@ class Goodput:
 
 @dataclass
 class _Start:
-    """A start: when its process began, trained and ended; `spent` seconds of the time between the last two by class."""
+    """A start: when its process began, trained and ended; `spent` seconds by class, first of the time between the last two."""
 
     began: float
     trained: float
@@ -67,29 +67,38 @@ class _Start:
     num_ranks: int
     has_died: bool
     has_finished: bool
-    spent: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("steps", "data_wait", "validations", "saves"), 0.0)
-    )
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
 
     @property
     def rest(self) -> float:
         return self.ended - self.trained - sum(self.spent.values())
 
 
-def goodput_of(run_dir: RunDir, now: float) -> Goodput | None:
-    """Returns the goodput of a run up to its end, or to `now` if it trains; None if no start is recorded."""
-    starts = _starts(run_dir, now)
+@dataclass
+class Counted:
+    """Log lines that `goodput_of` has counted: the offset in bytes of their end, and the starts with their times."""
+
+    offset: int = 0
+    starts: Sequence[_Start] = ()
+
+
+def goodput_of(run_dir: RunDir, now: float, counted: Counted | None = None) -> Goodput | None:
+    """Returns the goodput of a run up to its end, or to `now` if it trains; None if no start is recorded. Log lines that
+    a call before has added to `counted` are not read again; a rewind makes it invalid."""
+    starts, counted = _starts(run_dir, now), counted or Counted()
     if not starts:
         return None
-    for record in read_records(run_dir.metrics, "train"):
+    for start, before in zip(starts, counted.starts, strict=False):
+        start.spent, start.ended = before.spent, max(start.ended, before.ended)
+    for record, end in read_records_from(run_dir.metrics, counted.offset, ("train",)):
         _count(record, starts)
+        counted.offset = end
+    counted.starts = [replace(start, spent={**start.spent}) for start in starts]
     _move_overlaps(starts)
-    seconds, of_ranks = (dict.fromkeys(CLASSES, 0.0) for _ in range(2))
     for start in starts:
-        parts = {"start": start.trained - start.began, **start.spent, "lost" if start.has_died else "other": start.rest}
-        for name, value in parts.items():
-            seconds[name] += value
-            of_ranks[name] += value * start.num_ranks
+        start.spent |= {"start": start.trained - start.began, "lost" if start.has_died else "other": start.rest}
+    seconds = {name: sum(start.spent[name] for start in starts) for name in CLASSES}
+    of_ranks = {name: sum(start.spent[name] * start.num_ranks for start in starts) for name in CLASSES}
     ends = [record["time"] for record in attempts(run_dir) if record["event"] == "ended"]
     seconds["queue"] += max(0.0, starts[0].began - _submitted(run_dir, starts[0].began))
     for start, following in pairwise(starts):
@@ -101,8 +110,7 @@ def goodput_of(run_dir: RunDir, now: float) -> Goodput | None:
 
 def _starts(run_dir: RunDir, now: float) -> list[_Start]:
     """Returns the starts in order, none of which begins before the one before it has ended."""
-    kinds = ("start", "end")
-    records = [r for r in read_records(run_dir.history) if r["event"] in kinds and {"time", "step"} <= r.keys()]
+    records = [r for r in read_records(run_dir.history, "start", "end") if {"time", "step"} <= r.keys()]
     begins = [number for number, record in enumerate(records) if record["event"] == "start"]
     starts: list[_Start] = []
     for number, following in zip_longest(begins, begins[1:]):

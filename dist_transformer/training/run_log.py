@@ -22,7 +22,7 @@ from dist_transformer.errors import MachineError
 from dist_transformer.files import flush_to_disk, is_file, read_json, read_json_patiently, write_json, write_text
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.goodput import goodput_of
+from dist_transformer.run.goodput import Counted, goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.tracker import Tracker
@@ -48,7 +48,7 @@ class RunLog:
         self.metrics = MetricsLog(run_dir.metrics, echo)
         self.audit = MetricsLog(run_dir.audit) if config.data.audit else None
         self.tracker, self._run_dir, self._samples = tracker, run_dir, MetricsLog(run_dir.samples)
-        self._checkpoints, self._metric = config.checkpoints, config.validation.metric
+        self._checkpoints, self._metric, self._counted = config.checkpoints, config.validation.metric, Counted()
 
     def rewind(self, state: TrainState) -> None:
         """Drops the records that an earlier start wrote beyond `state`."""
@@ -72,7 +72,7 @@ class RunLog:
         self._report(path)
         with _warned_of_disk(path):
             write_json(self._run_dir.state, {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)})
-            if (found := goodput_of(self._run_dir, time.time())) is not None:
+            if (found := goodput_of(self._run_dir, time.time(), self._counted)) is not None:
                 self.metrics.append("goodput", step, found.shares())
 
     def validated_later(self, step: int, measures: Mapping[str, float], settings: Mapping[str, Any]) -> None:

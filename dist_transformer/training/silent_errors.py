@@ -160,7 +160,7 @@ class SilentErrors:
     def _write(self, step: int, faults: dict[int, str]) -> list[str]:
         run_dir = self._run.run_dir
         by_node = {self._nodes[rank]: f"step {step}: {what}" for rank, what in faults.items()}
-        before = Counter(record.get("node") for record in read_records(run_dir.history) if record["event"] == "fault")
+        before = Counter(record.get("node") for record in read_records(run_dir.history, "fault"))
         for rank, what in faults.items():
             log.error("fault      step %d, rank %d on %s: %s", step, rank, self._nodes[rank], what)
             add_to_history(run_dir, "fault", step, {"rank": rank, "node": self._nodes[rank], "reason": what})

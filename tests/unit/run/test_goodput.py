@@ -1,6 +1,7 @@
 """Goodput: every second of a run is in one class, whatever ended its starts."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.goodput import CLASSES, Goodput, goodput_of, goodput_text, rows_of
+from dist_transformer.run.goodput import CLASSES, Counted, Goodput, goodput_of, goodput_text, rows_of
 
 Record = Mapping[str, Any]
 
@@ -45,6 +46,11 @@ def goodput(run_dir: RunDir, now: float) -> Goodput:
     assert set(found.seconds) == set(found.rank_seconds) == set(CLASSES)
     assert sum(found.shares().values()) == pytest.approx(1)
     return found
+
+
+def add(path: Path, *records: Record) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def nonzero(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -128,6 +134,26 @@ def test_a_run_that_trains_is_counted_up_to_now_and_one_that_was_killed_up_to_it
     assert goodput(run_dir, 2000).total == pytest.approx(50)  # nobody holds the run folder
     run_dir.owner.write_text("{}", encoding="utf-8")
     assert goodput(run_dir, 2000).total == pytest.approx(1000)
+
+
+def test_log_lines_that_were_counted_before_are_not_read_again_and_come_to_the_same(run_dir: RunDir) -> None:
+    write(run_dir.history, start(1000, 0, 990), end(1050, 7, "stopped"), start(1100, 7, 1095))
+    write(run_dir.metrics, train(1040, 6, 40, wait=3))
+    counted = Counted()
+    for step, seconds in (
+        (10, 55),
+        (20, 80),
+        (30, 30),
+    ):  # the first was begun by the start before, the second is too long
+        add(run_dir.metrics, train(1100 + step, step, seconds, wait=2, save=1), {"event": "goodput", "step": step})
+        run_dir.owner.write_text("{}", encoding="utf-8")
+        os.utime(run_dir.owner, (1105 + step, 1105 + step))
+        for _ in range(2):  # also where nothing was added
+            assert goodput_of(run_dir, 5000, counted) == goodput(run_dir, 5000)
+    add(run_dir.metrics, train(1400, 40, 8, validation=2))  # since the start there is more time than all steps took
+    whole, lines = goodput(run_dir, 5000), run_dir.metrics.read_bytes().splitlines(keepends=True)
+    run_dir.metrics.write_bytes(b"".join(b"?" * (len(line) - 1) + b"\n" for line in lines[:-1]) + lines[-1])
+    assert goodput_of(run_dir, 5000, counted) == whole
 
 
 def test_damaged_and_older_records_are_no_error(run_dir: RunDir) -> None:

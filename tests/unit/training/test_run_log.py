@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.goodput import CLASSES, goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.training import finish, rank, run_log, trainer
@@ -129,6 +131,25 @@ def test_the_time_to_write_a_checkpoint_is_recorded(run_dir: RunDir) -> None:
     run_log.checkpoint_saved(4, run_dir.checkpoints / "step_00000004", 12.3456)
     (record,) = read_records(run_dir.history)
     assert {**record, "time": 0} == {"event": "saved", "step": 4, "time": 0, "write_seconds": 12.346}
+
+
+def test_the_goodput_of_a_checkpoint_is_that_of_all_log_lines_and_only_new_ones_are_read(run_dir: RunDir) -> None:
+    for resumed_at in (0, 4):  # the second start drops the records beyond step 4
+        records = RunLog(Config(data={"train": {"demo": "train"}}), run_dir, None, None)
+        records.rewind(SimpleNamespace(step=resumed_at))  # type: ignore[arg-type]
+        add_to_history(run_dir, "start", resumed_at, {"began": time.time() - 60})
+        run_dir.owner.touch()
+        for step in range(resumed_at + 2, resumed_at + 7, 2):
+            values = {"target_tokens": 100, "tokens_per_second": 1e6 / step, "data_wait_share": 0.25}
+            records.metrics.append("train", step, values)
+            whole, lines = goodput_of(run_dir, time.time()), run_dir.metrics.read_bytes().splitlines(keepends=True)
+            if step == 10:
+                with run_dir.metrics.open("r+b") as file:
+                    file.write(b"".join(b"?" * (len(line) - 1) + b"\n" for line in lines[:-1]))
+            records.checkpoint_saved(step, run_dir.checkpoints / f"step_{step:08}", 0.0)
+            (*_, record) = read_records(run_dir.metrics, "goodput")
+            assert whole is not None
+            assert {name: record[name] for name in CLASSES} == whole.shares()
 
 
 @pytest.mark.parametrize(
