@@ -1,12 +1,14 @@
 """status --watch: runs while they train, shown anew every few seconds until all have ended."""
 
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -17,9 +19,10 @@ from dist_transformer.cluster.queue import OVER
 from dist_transformer.config.metrics import TRANSLATION_MEASURES
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
-from dist_transformer.reporting.curves import Curve, read_curves, thinned
+from dist_transformer.reporting.curves import Curve, thinned
 from dist_transformer.reporting.formatting import measure_name, measure_text, number
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records_from
 
 REFRESH_SECONDS = 4
 BARS = "▁▂▃▄▅▆▇█"
@@ -61,21 +64,28 @@ def _facts(document: Document) -> Iterator[str]:
     if document["slurm_problem"]:
         yield document["slurm_problem"]
     if document["record_time"] is not None:
-        metrics = RunDir(Path(document["folder"])).metrics
-        bars, scores = _of_curves(metrics, metrics.stat().st_size, metrics.stat().st_mtime_ns)
+        bars, scores = next(_looks(RunDir(Path(document["folder"])).metrics))
         left = f"  {duration(seconds)} left" if (seconds := document["seconds_to_last_step"]) is not None else ""
         speed = number(document["tokens_per_second"], ",.0f")
-        loss = number(document["loss"], ".4f")
-        yield f"loss {bars} {loss}  {speed} tokens/s{left}"
+        yield f"loss {bars} {number(document['loss'], '.4f')}  {speed} tokens/s{left}"
         if there := [f"{measure_name(key)} {measure_text(key, scores[key])}" for key in SCORES if key in scores]:
             yield f"validation at step {scores.get('step')}: {', '.join(there)}"
 
 
 @lru_cache(maxsize=4096)
-def _of_curves(metrics: Path, size: int, modified_ns: int) -> tuple[str, dict[str, Any]]:
-    """The bars of the loss and the newest validation; a file that has not changed is read once."""
-    curves = read_curves(metrics, "train", "validation")
-    return sparkline(curves.of("train", "loss")), curves.newest.get("validation", {})
+def _looks(metrics: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the bars of the loss and the newest validation for each look, which reads what was added since the last one."""
+    inode = offset = 0
+    while True:
+        status = metrics.stat()
+        if status.st_ino != inode or status.st_size < offset:  # a resume that drops records replaces the file
+            inode, offset, points, newest = status.st_ino, 0, array("d"), dict[str, dict[str, Any]]()
+        for record, end in read_records_from(metrics, offset, ("train", "validation")):
+            newest[record["event"]], offset = record, end
+            if record["event"] == "train" and isinstance(loss := record.get("loss"), int | float):
+                points.extend((record.get("step", 0), loss))
+        curve = np.array(points).reshape(-1, 2)
+        yield sparkline(Curve(*curve[curve[:, 0].argsort(kind="stable")].T)), newest.get("validation", {})
 
 
 def _has_ended(document: Document) -> bool:

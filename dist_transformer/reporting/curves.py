@@ -80,11 +80,11 @@ class Thinned:
     high: Floats | None = None
 
 
-def read_curves(path: Path, *events: str) -> Curves:
-    """Reads every number of every record, or of some events, except for torn lines; a missing file has no curves."""
+def read_curves(path: Path) -> Curves:
+    """Reads every number of every record, except for torn lines; a missing file has no curves."""
     columns: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     newest: dict[str, dict[str, Any]] = {}
-    for record in read_records(path, *events):
+    for record in read_records(path):
         event, step = str(record["event"]), record.get("step", 0)
         newest[event] = record
         of_event = columns.setdefault(event, {})

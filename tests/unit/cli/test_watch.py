@@ -95,17 +95,31 @@ def test_a_run_is_watched_while_its_heart_beats(
     assert "left" not in shown[2]
 
 
-def test_curves_are_read_again_once_their_file_has_changed(runs: Path) -> None:
+def test_a_look_reads_what_was_added_since_the_last_one_and_all_of_a_file_that_was_cut_or_replaced(runs: Path) -> None:
     (document,) = short_reports([runs / "a"])
-    metrics = runs / "a" / "metrics.jsonl"
-    before, text = metrics.stat(), metrics.read_text()
-    shown = [*watch_module._facts(document)]
-    metrics.write_text(text.replace("9.0", "1.0"))
-    os.utime(metrics, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert [*watch_module._facts(document)] == shown
-    os.utime(metrics, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert "█▁" in shown[1]
-    assert "▁█" in [*watch_module._facts(document)][1]
+    metrics, lines = runs / "a" / "metrics.jsonl", (runs / "a" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+
+    def shown() -> list[str]:
+        loss, scores = [*watch_module._facts(document)][1:]
+        return [loss.split()[1], *scores.split()[3:6]]
+
+    assert shown() == ["█▁", "50:", "loss", "3.2500,"]
+    metrics.write_bytes(b"".join(b"?" * (len(line) - 1) + b"\n" for line in lines))  # not read again
+    add_lines(metrics, trained(60, NOW, loss=2.0))
+    with metrics.open("a") as file:
+        file.write('{"event": "train", "step": 70, "time": 1.5, ')
+    assert shown() == ["█▁▁", "50:", "loss", "3.2500,"]
+    with metrics.open("a") as file:
+        file.write('"loss": 9.0}\n')
+    add_lines(metrics, {**SCORES, "step": 80, "loss": 1.5})
+    assert shown() == shown() == ["█▁▁█", "80:", "loss", "1.5000,"]
+    metrics.write_bytes(b"".join(lines))
+    assert shown() == ["█▁", "50:", "loss", "3.2500,"]
+    other = metrics.with_name("other")
+    other.write_bytes(b"".join(lines).replace(b"9.0", b"1.0"))
+    other.replace(metrics)
+    add_lines(metrics, trained(15, NOW, loss=1.0))  # shown by step
+    assert shown() == ["▁▁█", "50:", "loss", "3.2500,"]
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
