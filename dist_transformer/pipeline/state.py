@@ -16,6 +16,7 @@ from dist_transformer.config.checks import file_problems
 from dist_transformer.config.data_checks import corpus_files
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import config_of, plugins_of, read_extended
+from dist_transformer.config.paths import located
 from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml_positions import Marked, merge
 from dist_transformer.data.manifest import json_digest
@@ -181,8 +182,11 @@ def take_back(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: Fingerprints) -> State:
     root, planned, reads = pipeline.root, before.get(name), pipeline.nodes[name].reads
     record = planned.record if planned else read_record(pipeline.folder(name) / RECORD)
-    settings, paths = what_goes_in(pipeline, name)
-    files = _fingerprints(paths, record.get("files", {}) | (planned.now["files"] if planned else {}), hashed)
+    settings, named = what_goes_in(pipeline, name)
+    known = record.get("files", {}) | (planned.now["files"] if planned else {})
+    # The version before named files by their whole path where data.root ends with a slash.
+    paths = {str(path) if str(path) in known and file not in known else file: path for file, path in named.items()}
+    files = _fingerprints(paths, known, hashed)
     # As versions before counted them: a node that they have made is not made again.
     texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of")
     texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
@@ -226,7 +230,7 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
     kind, values, _ = pipeline.nodes[name]
     if kind in CONFIGURED:
         config = configuration(pipeline, name)
-        root = f"{config.data.root}/"
+        root = located(config.data.root, "")
         named = {file.removeprefix(root): Path(file.removesuffix(SCORES)) for file in _files_of(config)}
         left_out: Any = {"run": {"root", "name"}, "data": {"root"}, "slurm": True, "tracking": True}
         if kind == "prepare":
