@@ -29,7 +29,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS
 from dist_transformer.run.outputs import check_run_folder
 from dist_transformer.run.records import read_record, records_of, records_of_training
-from dist_transformer.run.resume_checks import checkpoint_problems
+from dist_transformer.run.resume_checks import checkpoint_problems, initial_weights_problems
 from dist_transformer.run.tail import last_lines
 
 SIGNAL_EARLY_SECONDS = 60
@@ -71,7 +71,7 @@ def submission_problems(
         *_data_problems(config, run_dir),
         *_checkpoint_problems(config, run_dir),
         *_measured_problems(config, run_dir),
-        *([] if is_after_others else _initial_weights_problems(config, run_dir)),
+        *([] if is_after_others else initial_weights_problems(config, run_dir)),
         *job_problems(config, run_dir),
     ]
 
@@ -96,7 +96,7 @@ def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     yield from job_problems(config, run_dir)
     yield from _checkpoint_problems(config, run_dir)
     yield from _measured_problems(config, run_dir)
-    yield from _initial_weights_problems(config, run_dir)
+    yield from initial_weights_problems(config, run_dir)
 
 
 def memory_problems(config: Config) -> list[str]:
@@ -157,19 +157,6 @@ def _checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
             refuse_other_corpus(config)
         except DataError as error:
             yield str(error)
-
-
-def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    given = config.training.init_from
-    if given is None or newest_checkpoint(run_dir):  # the run resumes from its checkpoint
-        return
-    path = Path(given)
-    weights = (path / "model.safetensors", path / "manifest.json", RunDir(path).model / "model.safetensors")
-    if not any(file.is_file() for file in weights) and not newest_checkpoint(RunDir(path)):
-        yield (
-            f"training.init_from: {path} {'has no weights' if path.is_dir() else 'is no folder'}; expected a run folder "
-            "with model/ or checkpoints/, one checkpoint, or a model folder"
-        )
 
 
 def _live_process(run_dir: RunDir) -> Iterator[str]:

@@ -28,11 +28,12 @@ from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
+from dist_transformer.run.resume_checks import initial_weights_problems
 
 RECORD = "node.json"
 CONFIGURED = ("prepare", "train")
-SCORES = " (scores)"
-"""Ends the names of files of quality scores among those that a node reads."""
+SCORES, MANIFEST = " (scores)", "/manifest.json"
+"""End the names of files of quality scores, and of those of checkpoints, among those that a node reads."""
 LEXICON = KINDS["train"].outputs["lexicon"]
 NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens", "too_long")
 """Keys of nodes on which no result depends."""
@@ -90,7 +91,10 @@ def configuration(pipeline: Pipeline, name: str) -> Config:
     for layer in (Marked(data), pipeline.section("set"), pipeline.section("nodes", name, "set"), Marked(fixed)):
         marked = merge(marked, layer)
     config = config_of(marked, check_files=False)
-    if missing := file_problems(config.data, config.tokenizer, pipeline.is_made):
+    missing = file_problems(config.data, config.tokenizer, pipeline.is_made)
+    if kind == "train" and not pipeline.is_made(config.training.init_from or pipeline.folder(name)):
+        missing += initial_weights_problems(config)
+    if missing:
         raise ConfigError([f"{marked.place_of(problem)}: {problem}" for problem in missing])
     return config
 
@@ -116,9 +120,10 @@ def text_problems(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
 
 
 def is_complete(pipeline: Pipeline, name: str) -> bool:
-    """True if the verb of a node has ended well."""
+    """True if the verb of a node has ended well; one that is noted as done may be trained further, which keeps its model."""
     node, folder = pipeline.nodes[name], pipeline.folder(name)
     is_ended = node.kind != "train" or read_record(RunDir(folder).state).get("state") == "finished"
+    is_ended |= "done" in read_record(folder / RECORD)
     return is_ended and all((folder / made).exists() for made in KINDS[node.kind].made)
 
 
@@ -198,8 +203,9 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
     }
-    # The version before did not count files of quality scores.
-    uncounted = {**made_of, "files": _sums({file: each for file, each in files.items() if not file.endswith(SCORES)})}
+    # The version before did not count files of quality scores, nor checkpoints.
+    before_it = {file: each for file, each in files.items() if not file.endswith((SCORES, MANIFEST))}
+    uncounted = {**made_of, "files": _sums(before_it)}
     made_of = uncounted if record.get("key") == json_digest(uncounted) else made_of
     now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
     due = [other for other in reads if before[other].is_due]
@@ -254,7 +260,7 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
         if without := [run for run in lexicons if not configuration(pipeline, run).training.guided_alignment]:
             place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
             raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
-        named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
+        named = {str(Path(each, at.relative_to(path))): at for key, each, path in given for at in _files_at(path, key)}
         counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
@@ -270,12 +276,14 @@ def _files_of(config: Config) -> Iterator[str]:
         yield from map(str, _files_at(Path(path)))
 
 
-def _files_at(path: Path) -> list[Path]:
-    """A file, or those of a model folder or of a run folder's model, without the card that others write into."""
+def _files_at(path: Path, key: str = "") -> list[Path]:
+    """A file, or those of a model folder or of a run folder's model, without the card that others write into; of a `run` also
+    the manifests of its checkpoints, which have the digests of their tensors."""
     if not path.is_dir():
         return [path] if path.exists() else []
     folder = path / "model" if (path / "model").is_dir() else path
-    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"]
+    steps = sorted(RunDir(path).checkpoints.glob(f"step_*{MANIFEST}")) if key == "run" else []
+    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"] + steps
 
 
 def _fingerprints(paths: dict[str, Path], known: Fingerprints, hashed: Fingerprints) -> Fingerprints:

@@ -5,6 +5,7 @@ the tokenizer, which only training knows, are compared there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.schema import Config
@@ -79,6 +80,20 @@ def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
         yield (
             f"run folder {run_dir.path}: its checkpoint {newest} cannot be resumed: {changes}; put "
             f"{'it' if len(changed) == 1 else 'them'} back{reslice}, or choose another run.name"
+        )
+
+
+def initial_weights_problems(config: Config, run_dir: RunDir | None = None) -> Iterator[str]:
+    """Yields a problem if a run cannot start with what is at training.init_from; none if `run_dir` has a checkpoint to resume."""
+    given = config.training.init_from
+    if given is None or (run_dir and newest_checkpoint(run_dir)):
+        return
+    path = Path(given)
+    weights = (path / "model.safetensors", path / "manifest.json", RunDir(path).model / "model.safetensors")
+    if not any(file.is_file() for file in weights) and not newest_checkpoint(RunDir(path)):
+        yield (
+            f"training.init_from: {path} {'has no weights' if path.is_dir() else 'is no folder'}; expected a run folder "
+            "with model/ or checkpoints/, one checkpoint, or a model folder"
         )
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, set_aside
 from dist_transformer.pipeline.state import RECORD, states_of
 from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.run.folder import RunDir
 
 
 def test_what_was_set_aside_is_taken_back_when_its_change_is_undone(folder):
@@ -170,3 +172,62 @@ def test_what_was_set_aside_stays_there_if_it_is_not_whole_or_older_than_what_it
     assert due(pipeline) == {"forward": "", "kept": ""}
     assert aside.is_dir()
     assert not pipeline.folder("forward").exists()
+
+
+def test_a_slash_behind_the_folder_of_the_text_changes_nothing(folder, monkeypatch):
+    """A version before named files by their whole paths then; what it has made stays done too."""
+    slash, plain = f"data_root={folder}/", pipeline_in(folder)
+    assert [*states_of(pipeline_in(folder, slash))["teacher"].now["files"]] == ["train.en", "train.de"]
+    make_all(plain)
+    assert due(pipeline_in(folder, slash)) == {}
+    monkeypatch.chdir(folder.parent)
+    assert (
+        due(pipeline_in(folder, f"data_root={folder.name}/"))
+        == due(pipeline_in(folder, f"data_root=./{folder.name}"))
+        == {}
+    )
+    text = f"set.data.train={{source: {folder}/mono, target: {folder}/mono}}"
+    assert [*module.what_goes_in(pipeline_in(folder, "data_root=/", text), "teacher")[1]] == [f"{folder}/mono"[1:]]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "located", lambda root, _: f"{root}/")
+        make_all(pipeline_in(folder, slash, f"root={folder}/before"))
+    assert due(pipeline_in(folder, slash, f"root={folder}/before")) == {}
+
+
+def test_a_model_that_is_trained_further_by_hand_is_done_as_long_as_it_is_as_it_was(folder):
+    pipeline = pipeline_in(folder)
+    make_all(pipeline)
+    run = RunDir(pipeline.folder("teacher"))
+    write_json(run.state, {"state": "stopped", "step": 7})
+    assert due(pipeline) == {}
+    (run.model / "model.safetensors").write_text("of step 7")
+    assert due(pipeline)["teacher"] == "its results are not as it made them"
+
+
+def test_the_average_of_a_run_from_outside_depends_on_its_checkpoints(folder, monkeypatch):
+    """A version before counted its model alone; what it has made stays done until something else changes."""
+    run = RunDir(folder / "run")
+    for place in (run.model, run.checkpoints / "step_5"):
+        place.mkdir(parents=True)
+        (place / ("model.safetensors" if place == run.model else "manifest.json")).write_text("5")
+    pipeline = pipeline_in(folder, "nodes.mean={kind: average, run: run, last: 2}")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_files_at", lambda path, _="", of=module._files_at: of(path))
+        make_all(pipeline)
+    assert due(pipeline) == {}
+    shutil.rmtree(pipeline.folder("mean"))
+    make_all(pipeline)
+    assert due(pipeline) == {}
+    shutil.copytree(run.checkpoints / "step_5", run.checkpoints / "step_6")
+    assert due(pipeline) == {"mean": "changed: run/checkpoints/step_6/manifest.json"}
+    (run.checkpoints / "step_5" / "manifest.json").write_text("6")
+    assert due(pipeline)["mean"].startswith("changed: run/checkpoints/step_5/manifest.json, run")
+
+
+def test_weights_to_start_with_that_are_not_there_are_told_before_anything_runs(folder):
+    with pytest.raises(ConfigError) as error:
+        states_of(pipeline_in(folder, "nodes.teacher.set.training.init_from=none"))
+    [problem] = error.value.problems
+    assert "teacher.set.training.init_from" in problem
+    assert "training.init_from: none is no folder; expected a run folder" in problem
+    assert states_of(pipeline_in(folder, f"nodes.teacher.set.training.init_from={folder}/made"))

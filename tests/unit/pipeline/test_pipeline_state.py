@@ -95,26 +95,6 @@ def test_a_node_of_the_version_before_which_counted_no_scores_stays_done_until_s
     assert due(pipeline_in(folder, SCORED))["teacher"] == "changed: quality (scores)"
 
 
-def test_a_slash_behind_the_folder_of_the_text_changes_nothing(folder, monkeypatch):
-    """A version before named files by their whole paths then; what it has made stays done too."""
-    slash, plain = f"data_root={folder}/", pipeline_in(folder)
-    assert [*states_of(pipeline_in(folder, slash))["teacher"].now["files"]] == ["train.en", "train.de"]
-    make_all(plain)
-    assert due(pipeline_in(folder, slash)) == {}
-    monkeypatch.chdir(folder.parent)
-    assert (
-        due(pipeline_in(folder, f"data_root={folder.name}/"))
-        == due(pipeline_in(folder, f"data_root=./{folder.name}"))
-        == {}
-    )
-    text = f"set.data.train={{source: {folder}/mono, target: {folder}/mono}}"
-    assert [*module.what_goes_in(pipeline_in(folder, "data_root=/", text), "teacher")[1]] == [f"{folder}/mono"[1:]]
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "located", lambda root, _: f"{root}/")
-        make_all(pipeline_in(folder, slash, f"root={folder}/before"))
-    assert due(pipeline_in(folder, slash, f"root={folder}/before")) == {}
-
-
 def test_changed_settings_and_another_version_begin_anew(folder, monkeypatch):
     make_all(pipeline_in(folder))
     assert due(pipeline_in(folder, "nodes.kept.drop=0.2")) == {"kept": "changed: settings"}
