@@ -11,7 +11,7 @@ A file or a model is a path, or an output of another node: {node: NAME}, {node: 
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -115,10 +115,13 @@ class Pipeline:
         """The folder of a node; of `train` it is the run folder."""
         return self.root / name
 
-    def is_made(self, place: str | Path) -> bool:
-        """True if a path lies in the folder of a node, and so is made by it; others below `root` are the user's."""
-        path = Path(os.path.abspath(place))
-        return any(path.is_relative_to(os.path.abspath(self.folder(name))) for name in self.nodes)
+    def is_made(self, place: str | Path, by: Container[str] | None = None) -> bool:
+        """True if a path lies in the folder of one of these nodes, and so is made by it; others below `root` are the user's."""
+        return _name_at(place, self.root) in (self.nodes if by is None else by)
+
+    def up_to(self, name: str) -> set[str]:
+        """A node and those that it reads, by itself or through others."""
+        return {name}.union(*map(self.up_to, self.nodes[name].reads))
 
     def located(self, place: str) -> Path:
         """The absolute path of a file or model."""
@@ -142,7 +145,12 @@ def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
     root = Path(file.root if file else "").expanduser().absolute()
     reads: dict[str, dict[str, None]] = {name: {} for name in given}
 
-    def path_of(at: KeyPath, name: str, output: str) -> str:
+    def path_of(at: KeyPath, name: str, output: str | None) -> str:
+        if output is None:  # a path that was typed, which starts here or there by its key
+            starts = ("", (file and file.data_root) or "") if os.sep in name and at[2] in (*PLACES, "set") else ()
+            found = {_name_at(os.path.expanduser(os.path.join(start, name)), root) for start in starts} & given.keys()
+            reads[str(at[1])] |= dict.fromkeys(sorted(found - {at[1]}))
+            return name
         kind, where = KINDS.get(str(given.get(name, {}).get("kind"))), f"{marked.place(at)}: {dotted(at)}"
         if name not in given:
             close = [f"did you mean `{each}`?" for each in difflib.get_close_matches(name, given, n=1)]
@@ -202,10 +210,17 @@ def checked(marked: Marked, path: KeyPath, keys: type[Section], values: Any) -> 
         return None, [explain(marked, (*path, *e["loc"]), e, keys) for e in error.errors()]
 
 
-def _with_paths(value: Any, at: KeyPath, path_of: Callable[[KeyPath, str, str], str]) -> Any:
-    """Returns values of any depth with a path for each reference in them."""
+def _name_at(place: str | Path, root: Path) -> str:
+    """Returns the name below the root where a path leads; that of no node if it leads elsewhere."""
+    return os.path.relpath(place, root).partition(os.sep)[0]
+
+
+def _with_paths(value: Any, at: KeyPath, path_of: Callable[[KeyPath, str, str | None], str]) -> Any:
+    """Returns values of any depth with a path for each reference in them; other texts are given to `path_of` too."""
     if isinstance(value, Mapping):
         if {"node"} <= value.keys() <= {"node", "output"} and not isinstance(value["node"], Mapping):
             return path_of(at, str(value["node"]), str(value.get("output", "")))
         return {key: _with_paths(each, (*at, key), path_of) for key, each in value.items()}
-    return [_with_paths(each, (*at, n), path_of) for n, each in enumerate(value)] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_with_paths(each, (*at, n), path_of) for n, each in enumerate(value)]
+    return path_of(at, value, None) if isinstance(value, str) else value

@@ -104,8 +104,7 @@ def text_problems(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
     found = list[str]()
     for name in names:
         kind, values, reads = pipeline.nodes[name]
-        places = [pipeline.located(values[key]) for key in TEXTS if values.get(key)]
-        files = [path for path in places if not pipeline.is_made(path)]
+        files = [at for key in TEXTS if values.get(key) and not pipeline.is_made(at := pipeline.located(values[key]))]
         try:
             if kind in CONFIGURED and not reads:
                 found += first_pairs_problems(configuration(pipeline, name))
@@ -127,19 +126,16 @@ def is_complete(pipeline: Pipeline, name: str) -> bool:
     return is_ended and all((folder / made).exists() for made in KINDS[node.kind].made)
 
 
-def made_files(
-    pipeline: Pipeline, name: str, known: Fingerprints | None = None, at: Path | None = None
-) -> Fingerprints:
+def made_files(pipeline: Pipeline, name: str, old: Fingerprints | None = None, at: Path | None = None) -> Fingerprints:
     """Fingerprints of what a node has made, in its folder or another."""
     folder = at or pipeline.folder(name)
     paths = [path for made in KINDS[pipeline.nodes[name].kind].made for path in _files_at(folder / made)]
-    return _fingerprints({str(path.relative_to(folder)): path for path in paths}, known or {}, {})
+    return _fingerprints({str(path.relative_to(folder)): path for path in paths}, old or {}, {})
 
 
 def made_at(made: Fingerprints) -> float:
     """When the last of these files was written, in Unix seconds: on Slurm a node is noted as done later."""
-    newest: int = max(nanoseconds for _, nanoseconds, _ in made.values())
-    return round(newest / 1e9, 3)
+    return round(float(max(nanoseconds for _, nanoseconds, _ in made.values())) / 1e9, 3)
 
 
 def check_unchanged(pipeline: Pipeline, name: str, states: dict[str, State]) -> None:
@@ -232,7 +228,7 @@ def _moved(text: str, root: Path) -> str:
 
 
 def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Path]]:
-    """Settings on which a node's result depends, then as versions before counted them; files that it reads, no node makes."""
+    """Settings on which a node's result depends, then as versions before counted them; files that no node makes that it reads."""
     kind, values, _ = pipeline.nodes[name]
     if kind in CONFIGURED:
         config = configuration(pipeline, name)
@@ -265,9 +261,9 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
         settings = [[counted], *([counted | {"too_long": each}] for each in (None, "refuse", "split"))]
-    root, start = f"{pipeline.root}/", len(str(pipeline.root))  # which may be moved
+    root, start, made_by = f"{pipeline.root}/", len(str(pipeline.root)), pipeline.up_to(name)  # the root may be moved
     files = {file[start:] if file.startswith(root) else file: path for file, path in named.items()}
-    return settings, {file: path for file, path in files.items() if not pipeline.is_made(path)}
+    return settings, {file: path for file, path in files.items() if not pipeline.is_made(path, made_by)}
 
 
 def _files_of(config: Config) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, set_aside
+from dist_transformer.pipeline.schema import read_pipeline
 from dist_transformer.pipeline.state import RECORD, states_of
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
@@ -231,3 +232,29 @@ def test_weights_to_start_with_that_are_not_there_are_told_before_anything_runs(
     assert "teacher.set.training.init_from" in problem
     assert "training.init_from: none is no folder; expected a run folder" in problem
     assert states_of(pipeline_in(folder, f"nodes.teacher.set.training.init_from={folder}/made"))
+
+
+@pytest.mark.parametrize("place", ["root/forward/text", "{folder}/root/forward/text", "other/../root/forward/text"])
+def test_a_path_into_the_folder_of_a_node_is_a_reference_to_it(place, folder):
+    """In a configuration, which other nodes may share, its content counts."""
+    place = place.format(folder=folder)
+    (folder / "base2.yaml").write_text(CONFIG.replace("train.de", "root/forward/text"))
+    (folder / "root" / "forward").mkdir(parents=True)
+    (folder / "root" / "forward" / "text").write_text("1\n2\n")
+    words = [f"nodes.kept.target={place}", "nodes.by_config={kind: train, config: base2.yaml}"]
+    words += [f"nodes.student={{kind: train, config: base.yaml, set: {{data: {{train: {{target: {place}}}}}}}}}"]
+    pipeline = pipeline_in(folder, *words)
+    assert (pipeline.nodes["kept"].reads, pipeline.nodes["student"].reads) == (("forward",), ("forward",))
+    assert [*pipeline.nodes].index("forward") < min(map([*pipeline.nodes].index, ("kept", "student")))
+    (folder / "copy.yaml").write_text(cli._as_submitted(pipeline))
+    assert {name: node.reads for name, node in read_pipeline(folder / "copy.yaml").nodes.items()} == {
+        name: node.reads for name, node in pipeline.nodes.items()
+    }
+    shutil.rmtree(folder / "root")
+    make_all(pipeline)
+    make_all(pipeline)  # by_config may have been made first
+    assert due(pipeline) == {}
+    changed = pipeline_in(folder, *words, "nodes.forward.beam=7")
+    assert due(changed) == {"forward": "changed: settings", "kept": "changed: forward", "student": "changed: forward"}
+    (pipeline.folder("forward") / "text").write_text("3\n")
+    assert due(pipeline)["by_config"] == "changed: root/forward/text"

@@ -358,7 +358,7 @@ def test_missing_files_are_told_wherever_no_node_makes_them(place, folder):
     made = ("root/forward/text", "root/teacher/model/source.model", "root/text/../kept/source")
     keys = {"data.test.path": made[0], "tokenizer.source_model": made[1], "training.init_from": "root/teacher"}
     given = [f"set.{key}={folder}/{each}" for key, each in keys.items()]
-    assert states_of(pipeline_in(folder, *given, f"nodes.forward.input={folder}/{made[2]}"))
+    assert states_of(pipeline_in(folder, *given, f"nodes.other.input={folder}/{made[2]}"))
 
 
 def test_a_shortlist_of_a_run_that_makes_no_lexicon_is_told_before_anything_runs(folder):
