@@ -117,7 +117,7 @@ class Pipeline:
 
     def is_made(self, place: str | Path, by: Container[str] | None = None) -> bool:
         """True if a path lies in the folder of one of these nodes, and so is made by it; others below `root` are the user's."""
-        return _name_at(place, self.root) in (self.nodes if by is None else by)
+        return os.path.relpath(place, self.root).partition(os.sep)[0] in (self.nodes if by is None else by)
 
     def up_to(self, name: str) -> set[str]:
         """A node and those that it reads, by itself or through others."""
@@ -148,8 +148,9 @@ def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
     def path_of(at: KeyPath, name: str, output: str | None) -> str:
         if output is None:  # a path that was typed, which starts here or there by its key
             starts = ("", (file and file.data_root) or "") if os.sep in name and at[2] in (*PLACES, "set") else ()
-            found = {_name_at(os.path.expanduser(os.path.join(start, name)), root) for start in starts} & given.keys()
-            reads[str(at[1])] |= dict.fromkeys(sorted(found - {at[1]}))
+            places = [os.path.relpath(os.path.expanduser(os.path.join(start, name)), root) for start in starts]
+            found = {place.partition(os.sep)[0] for place in places} & given.keys() - {at[1]}
+            reads[str(at[1])] |= dict.fromkeys(sorted(found))
             return name
         kind, where = KINDS.get(str(given.get(name, {}).get("kind"))), f"{marked.place(at)}: {dotted(at)}"
         if name not in given:
@@ -208,11 +209,6 @@ def checked(marked: Marked, path: KeyPath, keys: type[Section], values: Any) -> 
         return keys.model_validate(values), []
     except ValidationError as error:
         return None, [explain(marked, (*path, *e["loc"]), e, keys) for e in error.errors()]
-
-
-def _name_at(place: str | Path, root: Path) -> str:
-    """Returns the name below the root where a path leads; that of no node if it leads elsewhere."""
-    return os.path.relpath(place, root).partition(os.sep)[0]
 
 
 def _with_paths(value: Any, at: KeyPath, path_of: Callable[[KeyPath, str, str | None], str]) -> Any:

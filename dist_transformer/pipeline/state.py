@@ -216,8 +216,9 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
         state, why = ("changed", "its results are gone") if "done" in record else ("begun", "")
     elif (made := record.get("made")) and _sums(made) != _sums(made_files(pipeline, name, made)):
         state, why = "changed", "its results are not as it made them"
-    follows = any(before[other].restarts for other in reads) or (state == "done" and due != [])
-    anew = follows or state in ("new", "changed")
+    anew = (
+        state in ("new", "changed") or any(before[other].restarts for other in reads) or (state == "done" and due != [])
+    )
     return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
 
 
@@ -234,9 +235,8 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
         config = configuration(pipeline, name)
         root = located(config.data.root, "")
         named = {file.removeprefix(root): Path(file.removesuffix(SCORES)) for file in _files_of(config)}
-        left_out: Any = {"run": {"root", "name"}, "data": {"root"}, "slurm": True, "tracking": True}
-        if kind == "prepare":
-            left_out["data"] = {"root", *NOT_PREPARED_BY}
+        of_data = {"root", *(NOT_PREPARED_BY if kind == "prepare" else ())}
+        left_out: Any = {"run": {"root", "name"}, "data": of_data, "slurm": True, "tracking": True}
         counts = PREPARED_BY if kind == "prepare" else None
         plugins = [find(key, each).identity for key, each in plugins_of(dict(config)).items() if each]
         every = config.model_dump(mode="json", include=counts, exclude=left_out)
@@ -247,8 +247,7 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
     else:
         listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
         given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]
-        missing = [(key, path) for key, _, path in given if not path.exists() and not pipeline.is_made(path)]
-        if missing:
+        if missing := [(key, path) for key, _, path in given if not path.exists() and not pipeline.is_made(path)]:
             where = [(pipeline.marked.place(("nodes", name, key)), key, path) for key, path in missing]
             raise ConfigError([f"{place}: nodes.{name}.{key}: no such file: {path}" for place, key, path in where])
         runs = [run for run, node in pipeline.nodes.items() if node.kind == "train"]
