@@ -22,8 +22,6 @@ from dist_transformer.run.lock import RunLock, while_nobody_trains
 from dist_transformer.run.outputs import check_output
 from dist_transformer.run.records import read_record
 
-SETTINGS = "settings.yaml"
-
 
 @contextmanager
 def locked(folder: Path, wait_seconds: float = 1.0) -> Iterator[None]:
@@ -86,7 +84,7 @@ def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", 
     record = state.now if state.restarts else {key: each for key, each in state.record.items() if key != "ended"}
     write_json(folder / RECORD, {moment: round(time.time(), 3), **record})
     if pipeline.nodes[name].kind in CONFIGURED:
-        write_text(folder / SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
+        write_text(folder / nodes.SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
 
 
 def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
@@ -133,7 +131,7 @@ def words_of(pipeline: Pipeline, name: str) -> list[str]:
     (kind, values, _), folder = pipeline.nodes[name], pipeline.folder(name)
     if kind in CONFIGURED:
         share = "ranks" if kind == "train" else "processes"
-        return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]
+        return [kind, str(folder / nodes.SETTINGS), f"--{share}={values[share]}"]
     words, options, output = [kind], list[str](), str(folder / KINDS[kind].made[0])
     for key, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):

@@ -132,9 +132,8 @@ class Pipeline:
         values: Any = self.marked.values
         for key in path:
             values = values.get(key, {})
-        return Marked(
-            values, {at[len(path) :]: line for at, line in self.marked.where.items() if at[: len(path)] == path}
-        )
+        where = {at[len(path) :]: line for at, line in self.marked.where.items() if at[: len(path)] == path}
+        return Marked(values, where)
 
 
 def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
@@ -149,8 +148,7 @@ def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
         if output is None:  # a path that was typed, which starts here or there by its key
             starts = ("", (file and file.data_root) or "") if os.sep in name and at[2] in (*PLACES, "set") else ()
             places = [os.path.relpath(os.path.expanduser(os.path.join(start, name)), root) for start in starts]
-            found = {place.partition(os.sep)[0] for place in places} & given.keys() - {at[1]}
-            reads[str(at[1])] |= dict.fromkeys(sorted(found))
+            reads[str(at[1])] |= dict.fromkeys({each.partition(os.sep)[0] for each in places} & given.keys() - {at[1]})
             return name
         kind, where = KINDS.get(str(given.get(name, {}).get("kind"))), f"{marked.place(at)}: {dotted(at)}"
         if name not in given:

@@ -15,10 +15,10 @@ from dist_transformer import __version__
 from dist_transformer.config.checks import file_problems
 from dist_transformer.config.data_checks import corpus_files
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
-from dist_transformer.config.loading import config_of, plugins_of, read_extended
+from dist_transformer.config.loading import config_of, flatten, plugins_of, read_extended
 from dist_transformer.config.paths import located
 from dist_transformer.config.schema import Config
-from dist_transformer.config.yaml_positions import Marked, merge
+from dist_transformer.config.yaml_positions import Marked, merge, read_yaml
 from dist_transformer.data.manifest import json_digest
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.decoding.sharded_files import same_lines
@@ -30,7 +30,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 from dist_transformer.run.resume_checks import initial_weights_problems
 
-RECORD = "node.json"
+RECORD, SETTINGS = "node.json", "settings.yaml"
 CONFIGURED = ("prepare", "train")
 SCORES, MANIFEST = " (scores)", "/manifest.json"
 """End the names of files of quality scores, and of those of checkpoints, among those that a node reads."""
@@ -44,6 +44,8 @@ NO_RESULT = (("training", "hang_seconds"), ("training", "max_hours"), ("training
              ("data", "loader_workers"), ("data", "audit"),  # the version before counted the rest
              ("decoding", "max_source_tokens"), ("decoding", "max_tokens"))  # fmt: skip
 """Settings on which no result of training depends: a message may have recommended others."""
+FREE = ("slurm.", "tracking.", "run.root", "data.root", "data.prepared", *map(".".join, NO_RESULT))
+"""Beginnings of settings which a person who starts the training of a node by hand may change."""
 TEXTS = ("input", "source", "target", "reference", "scores")
 Fingerprints = dict[str, list[Any]]
 """Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
@@ -147,7 +149,7 @@ def check_unchanged(pipeline: Pipeline, name: str, states: dict[str, State]) -> 
 
 
 def complete(pipeline: Pipeline, name: str) -> None:
-    """Notes that a node is done, and what it has made, unless it is noted. Raises UserError if its files changed before."""
+    """Notes that a node is done, and what it has made, if not yet noted. Raises UserError: its files or settings changed."""
     path = pipeline.folder(name) / RECORD
     record = read_record(path)
     if "done" not in record:
@@ -155,6 +157,9 @@ def complete(pipeline: Pipeline, name: str) -> None:
         paths = {file: at for file, at in what_goes_in(pipeline, name)[1].items() if file in before and at.exists()}
         now, done = _fingerprints(paths, before, {}), made_at(made)
         changed = [file for file, each in now.items() if each[-1] != before[file][-1] and each[1] / 1e9 <= done]
+        files = (path.with_name(SETTINGS), RunDir(path.parent).config)
+        own, ran = (flatten(read_yaml(at).values) if at.is_file() else {} for at in files)
+        changed += [key for key in ran if own.get(key, ran[key]) not in (ran[key], "auto") and not key.startswith(FREE)]
         write_json(path, {**record, "done": done, "made": made, **({"key": ""} if changed else {})})
         if changed:
             raise UserError(f"node {name}: {', '.join(changed)} changed while it ran; start the same command again")
@@ -210,7 +215,7 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     if "key" not in record:
         state, why = "new", ""
     elif record["key"] != now["key"]:
-        why = f"changed: {', '.join(_differences(record.get('made_of', {}), made_of)) or 'files, while it ran'}"
+        why = f"changed: {', '.join(_differences(record.get('made_of', {}), made_of)) or 'files or settings, while it ran'}"
         state = "changed"
     elif not is_complete(pipeline, name):
         state, why = ("changed", "its results are gone") if "done" in record else ("begun", "")

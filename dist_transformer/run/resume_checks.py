@@ -85,10 +85,9 @@ def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 
 def initial_weights_problems(config: Config, run_dir: RunDir | None = None) -> Iterator[str]:
     """Yields a problem if a run cannot start with what is at training.init_from; none if `run_dir` has a checkpoint to resume."""
-    given = config.training.init_from
-    if given is None or (run_dir and newest_checkpoint(run_dir)):
+    path = Path(config.training.init_from or "")
+    if config.training.init_from is None or (run_dir and newest_checkpoint(run_dir)):
         return
-    path = Path(given)
     weights = (path / "model.safetensors", path / "manifest.json", RunDir(path).model / "model.safetensors")
     if not any(file.is_file() for file in weights) and not newest_checkpoint(RunDir(path)):
         yield (

@@ -10,6 +10,7 @@ from pipeline_folder import CONFIG, due, make, make_all, pipeline_in
 from typer.testing import CliRunner, Result
 
 from dist_transformer.cli import pipeline as cli
+from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.pipeline import filtering
@@ -96,7 +97,7 @@ def test_a_node_whose_text_changes_while_it_runs_is_not_done(folder, monkeypatch
     assert "node kept: mono changed while it ran; start the same command again" in str(told.exception)
     assert due(pipeline) == {"kept": "changed: mono"}
     (folder / "mono").write_text("1\n2\n")
-    assert due(pipeline) == {"kept": "changed: files, while it ran"}
+    assert due(pipeline) == {"kept": "changed: files or settings, while it ran"}
     assert run_in(folder).exit_code == 0
     assert due(pipeline) == {}
     (folder / "mono").write_text("4\n5\n")  # after it was done
@@ -258,3 +259,33 @@ def test_a_path_into_the_folder_of_a_node_is_a_reference_to_it(place, folder):
     assert due(changed) == {"forward": "changed: settings", "kept": "changed: forward", "student": "changed: forward"}
     (pipeline.folder("forward") / "text").write_text("3\n")
     assert due(pipeline)["by_config"] == "changed: root/forward/text"
+
+
+def test_a_node_that_a_person_has_trained_with_other_settings_is_not_done(folder):
+    """Settings on which no result depends may be others, as the folders, and a number that was found for `auto`."""
+    auto = "set.data.max_tokens=auto"
+    pipeline = pipeline_in(folder, auto)
+    run = RunDir(pipeline.folder("teacher"))
+    free = {"slurm.nodes": 4, "tracking.enabled": False, "training.log_every_steps": 1, "data.max_tokens": 512}
+    for values, expected in (
+        (free, []),
+        (free | {"optimizer.learning_rate": 0.1, "training.max_steps": 9}, ["teacher"]),
+    ):
+        set_aside(pipeline, states_of(pipeline))
+        begin(pipeline, "teacher", states_of(pipeline)["teacher"])
+        run.model.mkdir()
+        (run.model / "model.safetensors").write_text("weights")
+        overrides = [f"{key}={value}" for key, value in values.items()]
+        config = load_config(run.path / module.SETTINGS, [*overrides, f"data.prepared={folder}/prepared"])
+        run.config.write_text(to_yaml(config))
+        write_json(run.state, {"state": "finished", "step": 5})
+        if expected:
+            told = run_in(folder, auto)
+            assert "node teacher: optimizer.learning_rate, training.max_steps changed while it ran" in str(
+                told.exception
+            )
+            assert due(pipeline)["teacher"] == "changed: files or settings, while it ran"
+        else:
+            set_aside(pipeline, {"teacher": states_of(pipeline)["teacher"]})
+            assert "teacher" not in due(pipeline)
+            (folder / "train.en").write_text("3\n4\n")  # so that it begins anew
