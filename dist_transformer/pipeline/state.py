@@ -84,12 +84,13 @@ def states_of(pipeline: Pipeline) -> dict[str, State]:
 def configuration(pipeline: Pipeline, name: str) -> Config:
     """The configuration of a node. Raises ConfigError: all its problems; files that other nodes make may be missing."""
     kind, values, _ = pipeline.nodes[name]
-    file, root = values["config"], pipeline.root
-    fixed: dict[str, Any] = {"run": {"root": str(root), "name": name}, "slurm": values["slurm"]}
+    file = values["config"]
+    fixed: dict[str, Any] = {"run": {"root": str(pipeline.root), "name": name}, "slurm": values["slurm"]}
     if kind == "prepare":
         fixed["data"] = {"prepared": str(pipeline.folder(name) / KINDS[kind].outputs[""])}
     marked = read_extended(pipeline.path.parent / file) if file else Marked({}, {(): str(pipeline.path)})
-    data = {"data": {"root": pipeline.data_root}} if pipeline.data_root else {}
+    is_whole = file and pipeline.is_made(file)  # as it was submitted, with the folder of its text
+    data = {"data": {"root": pipeline.data_root}} if pipeline.data_root and not is_whole else {}
     for layer in (Marked(data), pipeline.section("set"), pipeline.section("nodes", name, "set"), Marked(fixed)):
         marked = merge(marked, layer)
     config = config_of(marked, check_files=False)
@@ -150,8 +151,7 @@ def check_unchanged(pipeline: Pipeline, name: str, states: dict[str, State]) -> 
 
 def complete(pipeline: Pipeline, name: str) -> None:
     """Notes that a node is done, and what it has made, if not yet noted. Raises UserError: its files or settings changed."""
-    path = pipeline.folder(name) / RECORD
-    record = read_record(path)
+    record = read_record(path := pipeline.folder(name) / RECORD)
     if "done" not in record:
         made, before = made_files(pipeline, name), record.get("files", {})
         paths = {file: at for file, at in what_goes_in(pipeline, name)[1].items() if file in before and at.exists()}

@@ -9,7 +9,7 @@ from cluster_helpers import SBATCH, FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
 from dist_transformer.cli import pipeline as pipeline_module
-from dist_transformer.cli.pipeline import run_command, status_command, submit_pipeline
+from dist_transformer.cli.pipeline import SUBMITTED, run_command, status_command, submit_pipeline
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.errors import ConfigError, UserError
@@ -219,3 +219,19 @@ def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answ
     monkeypatch.setenv("PATH", "")  # as on a machine without Slurm
     with pytest.raises(SystemExit, match="75"):
         run_command(pipeline)
+
+
+def test_a_job_finds_the_text_of_a_configuration_that_has_a_folder_of_its_own(
+    pipeline: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pipeline.parent)
+    Path("text").mkdir()
+    shutil.copy("mono", "text/en")
+    Path("base.yaml").write_text("data: {root: text, train: {source: en, target: en}}\n")
+    Path("p.yaml").write_text(
+        "root: root\nnodes:\n  teacher: {kind: train, config: base.yaml}\n"
+        "  forward: {kind: translate, model: {node: teacher}, input: mono}\n"
+    )
+    submit_pipeline(Path("p.yaml"), [], (), dry_run=False)
+    job = read_pipeline(pipeline.parent / "root" / "forward" / SUBMITTED)
+    assert configuration(job, "teacher").data.root == str(pipeline.parent / "text")
