@@ -245,7 +245,10 @@ def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     """Times measured in earlier attempts of this run that exceed the configured ones."""
     records = [*records_of_training(run_dir.metrics, RECENT_BYTES)][::-1]
-    seconds = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairwise(records) if b["step"] > a["step"]]
+    history = [*records_of(last_lines(run_dir.history, RECENT_BYTES))]
+    starts = [each["time"] for each in history if each.get("event") == "start" and "time" in each]
+    pairs = [(a, b) for a, b in pairwise(records) if not any(a["time"] < start <= b["time"] for start in starts)]
+    seconds = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs if b["step"] > a["step"]]
     if not seconds:
         return
     step_seconds, every = statistics.median(seconds), config.checkpoints.every_steps
@@ -255,8 +258,7 @@ def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
             f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
             f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
         )
-    saved = records_of(last_lines(run_dir.history, RECENT_BYTES))
-    write_seconds = statistics.median([each["write_seconds"] for each in saved if "write_seconds" in each] or [0.0])
+    write_seconds = statistics.median([each["write_seconds"] for each in history if "write_seconds" in each] or [0.0])
     # The save of the signal begins when one in flight has ended.
     saves = max(2 * write_seconds, *(record.get("save_seconds", 0.0) for record in records))
     needed = saves + step_seconds

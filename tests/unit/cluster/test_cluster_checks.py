@@ -179,6 +179,21 @@ def test_a_checkpoint_interval_longer_than_the_job_is_refused_once_a_run_has_mea
     assert _problems(run_dir, every_steps=100, time_limit="0") == []
 
 
+def test_nights_and_queues_between_the_starts_of_a_run_are_no_time_of_steps(run_dir: RunDir) -> None:
+    """A run of few records, most of which were written by another start than the one before."""
+    write_json(run_dir.state, {"state": "stopped"})
+    times = (("train", 10, 100.0), ("start", 10, 40000.0), ("train", 20, 40100.0), ("start", 20, 90000.0),
+             ("train", 30, 90100.0))  # fmt: skip
+    for event, step, time in times:
+        with (run_dir.history if event == "start" else run_dir.metrics).open("a") as file:
+            file.write(json.dumps({"event": event, "step": step, "time": time}) + "\n")
+    assert _problems(run_dir, every_steps=10, time_limit="1:00:00") == []
+    with run_dir.metrics.open("a") as file:
+        file.write('{"event": "train", "step": 40, "time": 95100.0}\n')
+    [problem] = _problems(run_dir, every_steps=10, time_limit="1:00:00", signal_seconds=500)
+    assert problem.startswith("checkpoints.every_steps: 10 steps of 500 s, as measured so far, are more than")
+
+
 def test_a_save_that_took_longer_than_there_is_time_for_is_refused(run_dir: RunDir) -> None:
     _record(run_dir, seconds_a_step=10.0, save_seconds=175.0)
     [problem] = _problems(run_dir, signal_seconds=180)
