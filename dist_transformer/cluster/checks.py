@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shlex
 import shutil
 import statistics
 import time
@@ -12,7 +11,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dist_transformer.cluster.queue import known_jobs, seconds_of
+from dist_transformer.cluster.queue import job_now, seconds_of
 from dist_transformer.cluster.run_ref import newest_job_id, own_job
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.slurm import is_job_id
@@ -121,11 +120,11 @@ def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
     job, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
     ids = [*filter(is_job_id, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir), of_owner])]
-    known = {} if sbatch_problems() else {each: job for each, job in known_jobs(ids).items() if own_job(job, run_dir)}
+    known = {} if sbatch_problems() else {n: its for n in dict.fromkeys(ids) if (its := own_job(job_now(n), run_dir))}
     busy = [f"job {job_id} already works on it ({job.state})" for job_id, job in known.items() if not job.is_over]
     return [
         f"run folder {run_dir.path}: {who}; wait for it, end it with "
-        f"`dist-transformer stop {shlex.quote(str(run_dir.path))}`, or choose another run.name"
+        f"`dist-transformer stop {run_dir.quoted}`, or choose another run.name"
         for who in [*busy, *([] if of_owner in known else _live_process(run_dir))]
     ]
 

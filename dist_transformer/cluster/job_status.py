@@ -3,7 +3,7 @@
 The document of `status --json`. Every key is always present; null: unknown, or there is none. Times are unix seconds.
 """
 
-import shlex
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -112,7 +112,16 @@ def ask_slurm(target: RunRef) -> Answer:
         return Answer(None, False, f"Slurm was not asked about job {job_id}: {str(error).splitlines()[0]}")
     if (job := own_job(found, target.run_dir)) is not found:
         return Answer(None, False, f"job {job_id} of this Slurm is not this run's: look on the cluster that has it")
+    if job is None and _may_be_hidden(target.run_dir, job_id):
+        return Answer(None, False, f"Slurm shows no job {job_id}: it is over, or waits, hidden from you: ask its owner")
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
+
+
+def _may_be_hidden(run_dir: RunDir, job_id: str) -> bool:
+    """True if another user submitted a job, and no attempt of it has recorded that it is over."""
+    [*_, newest] = [{}, *(record for record in attempts(run_dir) if record["job"] == job_id)]
+    may_wait = newest.get("event") != "ended" or newest.get("requeued") or newest.get("how") == "ended"
+    return bool(may_wait) and run_dir.job.exists() and run_dir.job.stat().st_uid != os.getuid()
 
 
 def _of_run(view: RunView, now: float) -> Document:
@@ -161,10 +170,9 @@ def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None)
 
 def _next(run_dir: RunDir, *, has_log: bool) -> str:
     """Commands for the user after a job that is over without having finished the run."""
-    folder = shlex.quote(str(run_dir.path))
-    look = f"dist-transformer logs {folder}, then " if has_log else ""
+    look = f"dist-transformer logs {run_dir.quoted}, then " if has_log else ""
     if run_dir.config.exists():
-        return f"{look}dist-transformer resume {folder}"
+        return f"{look}dist-transformer resume {run_dir.quoted}"
     # A node of a pipeline that trains nothing, or a job by hand that failed before it wrote its configuration.
     return look + ("dist-transformer submit --pipeline FILE" if run_dir.job.exists() else "submit it again")
 

@@ -61,7 +61,7 @@ def job_of(
 
 def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:
     common = {"time": slurm.time_limit, "signal": _signal(stage, slurm), "open-mode": "append"}
-    gres = slurm.sbatch.get("gres")
+    gres = ",".join(map(str, listed(slurm.sbatch.get("gres") or ())))
     if stage in ("train", "translate"):
         tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
         nodes, gpus = slurm.nodes + (slurm.spare_nodes if stage == "train" else 0), slurm.gpus_per_node
@@ -69,7 +69,7 @@ def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:
         on_gpu = stage != "prepare" and slurm.gpus_per_node > 0
         cpus = slurm.cpus_per_rank * (slurm.ranks_per_node if stage == "prepare" else 1)
         nodes, tasks, gpus = 1, 1, int(on_gpu)
-        gres = _one_gpu(",".join(listed(gres))) if on_gpu and gres else None
+        gres = re.sub(r"(?<![^,])(gpu[^,]*):\d+(?=,|$)", r"\1:1", gres) if on_gpu else ""  # gpu:h200:1,nvme:400
     asked = {"gres": gres} if gres else {"gpus-per-node": gpus or None}
     return {"nodes": nodes, "ntasks-per-node": tasks, "cpus-per-task": cpus, **asked, **common}
 
@@ -81,9 +81,3 @@ def _signal(stage: str, slurm: SlurmConfig) -> str | None:
     """
     targets = {"train": "B:", "prepare": "", "translate": ""}
     return f"{targets[stage]}USR1@{slurm.signal_seconds}" if stage in targets else None
-
-
-def _one_gpu(gres: str) -> str:
-    """Turns gpu:h200:8,nvme:400 into gpu:h200:1,nvme:400."""
-    items = gres.split(",")
-    return ",".join(re.sub(r":\d+$", ":1", item) if item.startswith("gpu") else item for item in items)

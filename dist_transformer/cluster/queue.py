@@ -4,6 +4,7 @@ Fields are separated by "|"; the comment, which may hold one itself, comes last.
 version since 22.05 writes in the same way. Every question raises SlurmError where Slurm cannot be asked.
 """
 
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 _SQUEUE_FORMAT = "%i|%A|%T|%S|%L|%D|%N|%P|%V|%r|%k"
 _SQUEUE_FIELDS = "JobID,JobIDRaw,State,Start,TimeLeft,NNodes,NodeList,Partition,Submit,Reason,Comment"
-_SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,ExitCode,Comment"
+_SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,ExitCode,UID,Comment"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class QueuedJob:
         job_id: 123, 123_4, or from sacct 123_[5-9%2] for the tasks of an array that never began.
         number: the plain number that `srun --jobid` takes.
         state: in Slurm's words: PENDING, RUNNING, COMPLETED ...
-        reason: why it waits or how it ended, in Slurm's words; may be empty.
+        reason: why it waits or how it ended, in Slurm's words; may be empty. PrivateData: squeue hides it, and it is not over.
         start_time: Slurm's estimate for a job that waits.
         nodes: n[1-2]; empty while it waits.
         comment: holds the run folder in jobs of this program.
@@ -52,7 +53,7 @@ class QueuedJob:
     @property
     def is_over(self) -> bool:
         """True if the job does not run and will not run again."""
-        return self.source == "sacct" or self.state in OVER  # sacct is asked for jobs that squeue has forgotten
+        return self.state in OVER or (self.source == "sacct" and self.reason != "PrivateData")  # else it is forgotten
 
     @property
     def task(self) -> str | None:
@@ -115,6 +116,8 @@ def _parsed(lines: list[str], fields: str, source: str) -> list[QueuedJob]:
 def _job(fields: dict[str, str], source: str) -> QueuedJob:
     state, _, detail = fields["State"].partition(" ")  # CANCELLED by 1000
     reason = fields["Reason"] if source == "squeue" else detail or f"exit code {fields['ExitCode']}"
+    if source == "sacct" and state not in OVER and fields["UID"] not in ("", str(os.getuid())):
+        reason = "PrivateData"
     return QueuedJob(
         job_id=fields["JobID"],
         number=fields["JobIDRaw"],

@@ -60,6 +60,7 @@ _WAITING = {
     "BurstBuffer": "waits for the burst buffer",
     "Prolog": "its nodes are being prepared",
     "SchedDefer": "Slurm has put off scheduling for now",
+    "PrivateData": "Slurm hides the jobs of other users here: ask its owner",
     "None": "Slurm has not looked at it yet",
 }
 

@@ -14,13 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dist_transformer.cluster.checks import busy_problems, memory_problems, sbatch_problems, submission_problems
+from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.jobs import Job, job_of
+from dist_transformer.cluster.run_ref import RunRef, newest_job_id
 from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, submit_script
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
-from dist_transformer.errors import ConfigError
+from dist_transformer.errors import ConfigError, say
 from dist_transformer.files import replacing, write_json, write_text
 from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.run.attempts import attempts
@@ -109,6 +111,8 @@ def submit(submission: Submission) -> dict[str, str]:
     with while_nobody_submits(run_dir):
         if found := busy_problems(run_dir):  # of a submission that has ended since the checks
             raise ConfigError(found, "cannot submit:")
+        if (told := ask_slurm(RunRef(run_dir, newest_job_id(run_dir)))).problem and not told.was_asked:
+            say(f"warning: {told.problem}")
         for job in submission.jobs:
             ids[job.stage] = _submit_next(job, after, ids) if ids else _submit_first(submission)
             if job.stage == "train" or "train" not in ids:

@@ -1,6 +1,7 @@
 """stop, cancel, resume, against a Slurm that answers from files."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from fake_slurm import FakeSlurm, job_line
 from watched_run import beat, make_run
 
 from dist_transformer.cli import jobs as jobs_module
+from dist_transformer.cluster.checks import busy_problems
 from dist_transformer.cluster.submit import note_job
 from dist_transformer.run.folder import RunDir
 
@@ -48,9 +50,26 @@ def test_what_slurm_would_have_requeued_is_resumed_once_squeue_has_forgotten_it(
     slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]], state: str
 ) -> None:
     slurm.has_forgotten()
-    slurm.answers("sacct", f"5|5|{state}|1795307143|1|n1|main|1795307143|0:0|")
+    slurm.answers("sacct", f"5|5|{state}|1795307143|1|n1|main|1795307143|0:0|0|")
     assert call("resume", run_dir.path).exit_code == 0
     assert submitted == [(run_dir.path, [])]
+
+
+def test_a_job_of_another_user_that_squeue_hides_is_not_submitted_again(
+    slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]]
+) -> None:
+    slurm.has_forgotten()
+    slurm.answers("sacct", f"5|5|PENDING|Unknown|1|None assigned|main|1795307143|0:0|{os.getuid() + 1}|")
+    assert "its job 5 is not over, it is PENDING: Slurm hides the jobs of other users" in refusal(
+        "resume", run_dir.path
+    )
+    shown = call("status", run_dir.path).stdout
+    assert "job: 5 PENDING (PrivateData)" in shown
+    assert "next: " not in shown
+    slurm.answers("sbatch")
+    [problem] = busy_problems(run_dir)
+    assert "job 5 already works on it (PENDING)" in problem
+    assert submitted == []
 
 
 def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDir) -> None:

@@ -267,6 +267,30 @@ def test_a_forgotten_job_is_told_by_the_accounts_where_there_are_some(slurm: Fak
     assert (job["state"], job["reason"], job["source"]) == ("OUT_OF_MEMORY", "exit code 0:125", "sacct")
 
 
+def test_a_job_that_slurm_does_not_show_is_over_only_if_it_was_ones_own_or_recorded_that(
+    slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without accounts nobody tells a job of another user, hidden by PrivateData, from one that was forgotten."""
+    slurm.has_forgotten()
+    run_dir.attempts.unlink(missing_ok=True)
+    assert "has ended" in of(run_dir)["warnings"][0]
+    assert of(run_dir)["next"] is not None
+    owner = run_dir.job.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    for record, may_wait in (
+        (None, True),
+        ({"event": "began"}, True),
+        ({"event": "ended", "requeued": True, "how": "decide"}, True),
+        ({"event": "ended", "requeued": False, "how": "ended"}, True),
+        ({"event": "ended", "requeued": False, "how": "decide"}, False),
+    ):
+        if record:
+            add_lines(run_dir.attempts, {"time": NOW, "job": "5", "attempt": 0, **record})
+        found = of(run_dir)
+        assert ("it is over, or waits, hidden from you: ask its owner" in found["warnings"][0]) is may_wait
+        assert (found["next"] is None) is may_wait
+
+
 def test_all_runs_of_a_folder_are_one_question_to_slurm(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", f"{job_line('5', 'RUNNING')}\n{job_line('6', 'PENDING')}")
     other = make_run(run_dir.path.parent / "b", job_id="6")

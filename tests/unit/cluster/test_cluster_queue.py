@@ -1,5 +1,7 @@
 """What squeue and sacct write, in every version, becomes the same thing."""
 
+import os
+
 import pytest
 from fake_slurm import FakeSlurm, answer, job_line
 
@@ -165,8 +167,21 @@ def test_a_pre_empted_job_is_over_unless_it_waits_again(slurm: FakeSlurm) -> Non
         slurm.answers("squeue", job_line("5", state))
         assert [job.is_over for job in jobs_of("5")] == [is_over]
     slurm.has_forgotten()
-    slurm.answers("sacct", "5|5|PREEMPTED|1795307143|1|n1|main|1795307143|0:0|")
+    slurm.answers("sacct", "5|5|PREEMPTED|1795307143|1|n1|main|1795307143|0:0|0|")
     assert [job.is_over for job in jobs_of("5")] == [True]
+
+
+def test_a_job_that_squeue_hides_is_over_only_if_the_accounts_say_so_and_ones_own_always_is(slurm: FakeSlurm) -> None:
+    """PrivateData=jobs: squeue answers as for a forgotten job. Accounts are late, or have missed the end of one's own."""
+    slurm.has_forgotten()
+    for state, uid, is_over, reason in (
+        ("PENDING", os.getuid() + 1, False, "PrivateData"),
+        ("RUNNING", os.getuid() + 1, False, "PrivateData"),
+        ("TIMEOUT", os.getuid() + 1, True, "exit code 0:0"),
+        ("RUNNING", os.getuid(), True, "exit code 0:0"),
+    ):
+        slurm.answers("sacct", f"5|5|{state}|Unknown|1|None assigned|main|1795307143|0:0|{uid}|")
+        assert [(job.is_over, job.reason) for job in jobs_of("5")] == [(is_over, reason)]
 
 
 def test_without_slurm_the_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """From a configuration to the argv of sbatch, the jobs of a chain and the files of the run folder."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -334,6 +335,22 @@ def test_a_run_folder_on_which_a_job_works_is_refused(run_dir: RunDir, fake_slur
         plan_submission(config_of(), run_dir)
     fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'COMPLETED')}\n")
     assert submit(plan_submission(config_of(), run_dir)) == {"train": "4713"}
+
+
+def test_a_job_of_another_user_that_slurm_may_hide_is_told_before_a_second_one_is_submitted(
+    run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(_plan(run_dir))
+    fake_slurm.set_jobs("")  # forgotten, or hidden
+    submit(_plan(run_dir))
+    assert capsys.readouterr().err == ""
+    owner = run_dir.job.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert submit(_plan(run_dir)) == {"train": "4713"}
+    assert (
+        "warning: Slurm shows no job 4712: it is over, or waits, hidden from you: ask its owner"
+        in capsys.readouterr().err
+    )
 
 
 def test_without_sbatch_the_user_is_told_where_to_go(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
