@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from dist_transformer.cluster import slurm
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.errors import say
 
 Address = tuple[str, int]
 CLOSED_PORT = 1
@@ -34,9 +35,9 @@ class SilentNodes:
         others = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
         try:
             addresses = slurm.node_addresses(others) if others else {}
-        except SlurmError:  # an answer of the controller is needed later, too
-            return
-        self._addresses = {node: (host, CLOSED_PORT) for node, (host, _) in addresses.items()}
+            self._addresses = {node: (host, CLOSED_PORT) for node, (host, _) in addresses.items()}
+        except SlurmError as error:
+            say(f"nodes are not watched: Slurm alone notices a dead one, after minutes: {str(error).splitlines()[0]}")
 
     def found(self) -> list[str]:
         """The nodes that have answered and do not any more, as their daemons' silence confirms."""

@@ -11,6 +11,7 @@ import pytest
 from batch_job_helpers import RECORD, SilentPort, Slurm, wait_for
 
 from dist_transformer.cluster import silent_nodes
+from dist_transformer.cluster.slurm import SlurmError
 
 FAILS = 'echo "1 n2" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137'
 
@@ -88,6 +89,44 @@ def test_a_node_that_gives_no_answer_is_left_out(slurm: Slurm) -> None:
         0, [f"{ALL} --nodelist=n1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --overlap --mpi=none"],
     )  # fmt: skip
     assert "ranks start again on n1 (n2 gives no answer)" in said
+
+
+HIDES_NODES = """case "$*" in
+*hostnames*) echo n1; echo n2 ;;
+*"show job"*) cat {folder}/job ;;
+*config*) echo "SlurmdPort = $(cat {folder}/port)" ;;
+*"show node"*) echo "slurm_load_node error: Access/permission denied" >&2; exit 1 ;;
+esac"""
+"""PrivateData=nodes."""
+
+
+def test_nodes_that_slurm_hides_are_asked_by_their_names_if_the_own_name_leads_to_a_daemon(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = slurm.folder / "scontrol"
+    scontrol.write_text("#!/bin/bash\n" + HIDES_NODES.replace("{folder}", str(slurm.folder)))
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
+    nodes, port = ["localhost", "127.0.0.1", "no-such-host.invalid"], slurm.folder / "port"
+    port.write_text(str(slurm.listening.getsockname()[1]))
+    for own, found in (("localhost", nodes[:2]), ("no-such-host.invalid", None), (None, None)):
+        monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+        if own is not None:
+            monkeypatch.setenv("SLURMD_NODENAME", own)
+        if found is None:  # live nodes would be taken for dead ones
+            with pytest.raises(SlurmError, match="denied"):
+                silent_nodes.nodes_that_answer(nodes)
+        else:
+            assert silent_nodes.nodes_that_answer(nodes) == found
+
+
+def test_a_log_says_that_nodes_are_not_watched_where_slurm_hides_them(slurm: Slurm) -> None:
+    (slurm.folder / "port").write_text("6818")
+    slurm.programs["scontrol"] = HIDES_NODES
+    code, said = slurm.run("exit 0")
+    assert code == 0
+    words = "nodes are not watched: Slurm alone notices a dead one, after minutes: scontrol refused: slurm_load_node"
+    assert said.count(words) == 1
 
 
 def test_a_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm) -> None:
