@@ -145,7 +145,8 @@ class RowReader:
 
     def _remedy(self, place: RowGroupPlace) -> str:
         if place.is_in_place:
-            return "Repair or restore the file"
+            of_hub = ", its server, HF_HUB_OFFLINE or HF_HOME, or train from shards with data.on_the_fly: false"
+            return "Repair or restore the file" + of_hub * place.file.startswith("hf://")
         return f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
 
 

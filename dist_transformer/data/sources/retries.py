@@ -14,6 +14,7 @@ READ_ATTEMPTS = 8
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 LAST_ATTEMPT = "after the last attempt"
+OFFLINE = "OfflineModeIsEnabled"  # what the Hub's client raises with HF_HUB_OFFLINE, which no retry ends
 REMOTE_ERRORS = {
     "aiohttp": ("ClientError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
@@ -38,7 +39,7 @@ def with_retries(read: Callable[[], Result], warn: Callable[[str], None]) -> Res
         try:
             return read()
         except read_errors() as error:
-            if attempt >= READ_ATTEMPTS or LAST_ATTEMPT in getattr(error, "__notes__", ()):
+            if attempt >= READ_ATTEMPTS or OFFLINE in repr(error) or LAST_ATTEMPT in getattr(error, "__notes__", ()):
                 error.add_note(LAST_ATTEMPT)
                 raise
             seconds = pause + random.uniform(0, FIRST_PAUSE_SECONDS)
@@ -64,7 +65,7 @@ def is_outage(error: BaseException) -> bool:
         return answer >= 500 or answer in (408, 425, 429)
     if isinstance(error, OSError):
         failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS
-        return failed or isinstance(error, TimeoutError | ConnectionError)
+        return failed or (isinstance(error, TimeoutError | ConnectionError) and OFFLINE not in repr(error))
     return isinstance(error, tuple(_remote_errors()))
 
 

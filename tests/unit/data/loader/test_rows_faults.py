@@ -278,6 +278,7 @@ def answer_of_server(status: int) -> Exception:
         (answer_of_hub(503), True),
         (answer_of_hub(429), True),
         (hub_errors.HTTPError("no route"), True),
+        (hub_errors.OfflineModeIsEnabled("offline mode is enabled"), False),
         (answer_of_hub(404), False),
         (answer_of_server(503), True),
         (answer_of_server(429), True),
@@ -295,3 +296,19 @@ def test_an_outage_is_put_back_into_the_queue_and_a_bad_file_is_not(tmp_path, to
     with pytest.raises(UserError, match="row group 0 cannot be read") as raised:
         reader_of(tmp_path, {"train": tokens}).read(WINDOW)
     assert type(raised.value) is (MachineError if is_outage else DataError)
+
+
+def test_a_file_of_the_hub_that_is_read_in_place_needs_the_hub_and_the_message_names_the_way_around(
+    tmp_path, texts, monkeypatch, pauses
+):
+    def fail(file: str) -> None:
+        raise hub_errors.OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr("dist_transformer.data.loader.row_groups.open_parquet", fail)
+    of_hub = replace(texts, shards=(replace(texts.shards[0], file="hf://datasets/me/pairs@1/train.parquet"),))
+    message = (
+        r"offline mode is enabled\)\. Repair .*, its server, HF_HUB_OFFLINE or HF_HOME, .* data\.on_the_fly: false, or"
+    )
+    with pytest.raises(DataError, match=message):
+        reader_of(tmp_path / "prepared", {"train": of_hub}).read(WINDOW)
+    assert pauses == []

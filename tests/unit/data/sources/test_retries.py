@@ -6,6 +6,7 @@ from unittest.mock import patch
 import aiohttp
 import pyarrow as pa
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from dist_transformer.data.sources import retries
 
@@ -78,6 +79,15 @@ def test_a_mistake_of_the_program_is_not_tried_again(pauses):
     with pytest.raises(KeyError):
         with_retries(read, 5)
     assert read.calls == 1
+
+
+def test_the_hub_is_not_asked_again_where_it_may_not_be_asked_at_all(pauses):
+    for error in (OfflineModeIsEnabled("offline mode is enabled"), ConnectionError("no Hub (OfflineModeIsEnabled)")):
+        read = Failing(error)
+        with pytest.raises(ConnectionError):
+            with_retries(read, 5)
+        assert read.calls == 1
+    assert pauses == []
 
 
 def test_each_failed_attempt_is_told_once_with_its_reason_and_the_pause(pauses):
