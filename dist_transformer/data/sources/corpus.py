@@ -127,9 +127,9 @@ def scan_corpus(
         if any(map(is_address, files.every())):
             return None
         return sum(scan_aligned(*pair, refuse, progress) for pair in zip(files.source, files.target, strict=True))
-    counts = [_scan_table(file, corpus, data, progress) for file in files.path]
-    known = [count for count in counts if count is not None]
-    return sum(known) if counts and len(known) == len(counts) else None
+    counts: list[int | None] = [*for_each_file(count_parquet_rows, _hub_files(corpus) if corpus.hub else ())]
+    counts += [_scan_table(file, corpus, data, progress) for file in files.path]
+    return sum(count or 0 for count in counts) if counts and None not in counts else None
 
 
 def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] | None:
