@@ -13,7 +13,7 @@ both ending with the end-of-sentence id and without a begin-of-sentence id. Wher
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
@@ -119,6 +119,7 @@ class Manifest:
     Attributes:
         splits: the training corpora by name, and `validation` where there is one.
         training: names of the training corpora; the index of a name is the corpus number in a row id.
+        commits: the commits of Hub datasets that were read, by id@revision; no part of the digest.
     """
 
     digest: str
@@ -134,6 +135,7 @@ class Manifest:
     splits: dict[str, Split]
     training: tuple[str, ...]
     version: int = MANIFEST_VERSION
+    commits: dict[str, str] = field(default_factory=dict)
 
     @property
     def special(self) -> SpecialTokens:

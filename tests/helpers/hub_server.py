@@ -5,7 +5,7 @@
     POST /api/datasets/ID/paths-info/R       the entries of some paths
     HEAD, GET /datasets/ID/resolve/R/FILE    a file or a range of it, with its commit and ETag
 
-Errors carry X-Error-Code, as the Hub's do.
+Errors carry X-Error-Code, as the Hub's do. A commit before the last `push` is still there by its id.
 """
 
 import hashlib
@@ -26,20 +26,36 @@ class HubServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.name, self.port = folder, name, self.server_address[1]
+        self.name, self.port = name, self.server_address[1]
+        self.commits: list[Path] = [folder]
 
-    def commit(self) -> str:
-        """Returns the id of what the dataset is now."""
-        return hashlib.sha1("".join(digest(file) for file in self.files()).encode()).hexdigest()
+    @property
+    def folder(self) -> Path:
+        return self.commits[-1]
 
-    def files(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+    def push(self, folder: Path) -> None:
+        """Makes the files of another folder the newest commit."""
+        self.commits.append(folder)
 
-    def entry(self, path: Path) -> dict[str, Any]:
-        name = path.relative_to(self.folder).as_posix()
+    def commit(self, folder: Path | None = None) -> str:
+        """Returns the id of what the dataset is now, or was in a folder."""
+        return hashlib.sha1("".join(digest(file) for file in files_in(folder or self.folder)).encode()).hexdigest()
+
+    def folder_of(self, revision: str) -> Path | None:
+        """Returns the files of main, or of a commit; None for another revision."""
+        found = [folder for folder in self.commits if revision == self.commit(folder)]
+        return self.folder if revision in ("", "main") else next(iter(found), None)
+
+    @staticmethod
+    def entry(folder: Path, path: Path) -> dict[str, Any]:
+        name = path.relative_to(folder).as_posix()
         if path.is_dir():
             return {"type": "directory", "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0, "path": name}
         return {"type": "file", "oid": digest(path), "size": path.stat().st_size, "path": name}
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def digest(file: Path) -> str:
@@ -81,31 +97,36 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_api(self, asked: list[str], query: dict[str, list[str]], body: bytes) -> None:
         kind, revision, below = [*asked, "", ""][:3]
-        folder, commit = self.server.folder, self.server.commit()
-        if revision not in ("", "main", commit):
+        entry = self.server.entry
+        if (folder := self.server.folder_of(revision)) is None:
             self._refuse("RevisionNotFound")
         elif kind in ("", "revision"):
-            siblings = [{"rfilename": self.server.entry(file)["path"]} for file in self.server.files()]
+            siblings = [{"rfilename": entry(folder, file)["path"]} for file in files_in(folder)]
             state = {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
-            self._answer_json({"id": self.server.name, "sha": commit, "siblings": siblings, **state})
+            self._answer_json(
+                {"id": self.server.name, "sha": self.server.commit(folder), "siblings": siblings, **state}
+            )
         elif kind == "tree" and (folder / below).is_dir():
             entries = (folder / below).rglob("*") if query.get("recursive") == ["true"] else (folder / below).iterdir()
-            self._answer_json([self.server.entry(path) for path in sorted(entries)])
+            self._answer_json([entry(folder, path) for path in sorted(entries)])
         elif kind == "paths-info":
             paths = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
-            self._answer_json([self.server.entry(folder / path) for path in paths if (folder / path).exists()])
+            self._answer_json([entry(folder, folder / path) for path in paths if (folder / path).exists()])
         else:
             self._refuse("EntryNotFound")
 
     def _answer_file(self, asked: tuple[str, str, str]) -> None:
         revision, _, name = asked
-        file, commit = self.server.folder / name, self.server.commit()
-        if revision not in ("main", commit):
+        if (folder := self.server.folder_of(revision)) is None:
             self._refuse("RevisionNotFound")
-        elif not file.is_file():
+        elif not (file := folder / name).is_file():
             self._refuse("EntryNotFound")
         else:
-            headers = {"X-Repo-Commit": commit, "ETag": f'"{digest(file)}"', "Accept-Ranges": "bytes"}
+            headers = {
+                "X-Repo-Commit": self.server.commit(folder),
+                "ETag": f'"{digest(file)}"',
+                "Accept-Ranges": "bytes",
+            }
             content, status = file.read_bytes(), 200
             if asked_range := self.headers.get("Range"):
                 first, _, last = asked_range.removeprefix("bytes=").partition("-")

@@ -5,7 +5,10 @@ import io
 import json
 import os
 import re
+import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -14,11 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 from command_server import quick_command
 from faulty_proxy import Fault, Proxy
-from hub_server import hub_server
+from hub_server import HubServer, hub_server
 from running import NOT_INHERITED, Command, records, with_constants, without
 
+from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR
+from dist_transformer.files import read_json
 
 pytestmark = pytest.mark.slow
 DATASET = "me/pairs"
@@ -53,8 +58,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(dataset: Path) -> Iterator[Proxy]:
-    with hub_server(dataset, DATASET) as server, Proxy(server.port) as proxy:
+def repository(dataset: Path) -> Iterator[HubServer]:
+    with hub_server(dataset, DATASET) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hub(repository: HubServer) -> Iterator[Proxy]:
+    with Proxy(repository.port) as proxy:
         yield proxy
 
 
@@ -192,3 +203,88 @@ def test_the_hub_is_asked_again_when_it_is_busy_and_an_unknown_dataset_is_named(
     assert_one_message(
         prepare("me/none", EXIT_USER_ERROR), r"me/none \(.*train\): cannot be read: DatasetNotFoundError"
     )
+
+
+STOPPED = """
+from dist_transformer.cli.main import main
+from dist_transformer.data.prepare.chunks import Units
+
+def stop(units):
+    raise SystemExit(9)
+
+Units.make_chunks = stop
+main()
+"""
+WAITS = """
+import time
+from pathlib import Path
+from dist_transformer.cli.main import main
+from dist_transformer.data.prepare.duplicates import Comparison
+
+def wait(comparison, mark=Comparison.mark):
+    Path("between").touch()
+    while Path("between").exists():
+        time.sleep(0.05)
+    mark(comparison)
+
+Comparison.mark = wait
+main()
+"""
+
+
+@pytest.fixture
+def half(repository: HubServer, dataset: Path, tmp_path: Path) -> Iterator[Path]:
+    """A folder for the next commit, with the first of the two files; the dataset is put back afterwards."""
+    (tmp_path / "next/data").mkdir(parents=True)
+    shutil.copy(next(dataset.glob("data/train-00000*")), tmp_path / "next/data")
+    yield tmp_path / "next"
+    del repository.commits[1:]
+
+
+def test_a_dataset_that_moves_while_it_is_prepared_is_read_to_the_end_as_it_was_at_the_start(
+    command: Command, repository: HubServer, half, tmp_path
+):
+    settings = (PLACES["Hub"](None), f"data.prepared={tmp_path}/prepared", "data.validation=null")
+    program, began_at = tmp_path / "stopped.py", repository.commit()
+    program.write_text(STOPPED, encoding="utf-8")
+    code, said = command.program(program, "prepare", "small.yaml", *settings)
+    assert code == 9, said
+    repository.push(half)
+    command("prepare", "small.yaml", *settings)
+    manifest = Manifest.load(tmp_path / "prepared")
+    assert manifest.commits == {f"{DATASET}@None": began_at} != {f"{DATASET}@None": repository.commit()}
+    assert manifest.splits["train"].read_rows == 600
+
+
+def test_both_passes_of_data_clean_read_one_commit(command: Command, repository: HubServer, half, tmp_path):
+    program, between = tmp_path / "waits.py", command.folder / "between"
+    program.write_text(WAITS, encoding="utf-8")
+    settings = (PLACES["Hub"](None), "data.validation=null", "data.filters.rules={duplicates: true}")
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(command.program, program, "data", "clean", "small.yaml", tmp_path / "clean", *settings)
+        while not between.exists() and not ended.done():
+            time.sleep(0.05)
+        repository.push(half)
+        between.unlink(missing_ok=True)
+        code, said = ended.result()
+    assert code == 0, said
+    assert read_json(tmp_path / "clean/clean.json")["corpora"]["train"]["pairs"] == 600
+
+
+def test_a_validation_text_is_kept_of_the_commit_that_was_prepared(
+    command: Command, repository: HubServer, half, tmp_path
+):
+    more = ("data.validation=null", f"data.more_validation={{more: {{hub: {DATASET}, split: train}}}}")
+    settings = (
+        *more,
+        PLACES["Hub"](None),
+        "data.filters.rules={held_out: false}",
+        f"data.prepared={tmp_path}/prepared",
+    )
+    command("prepare", "small.yaml", *settings)
+    shutil.rmtree(tmp_path / "prepared/validation_text")
+    repository.push(half)
+    command("prepare", "small.yaml", *settings)
+    [copy] = (tmp_path / "prepared/validation_text").iterdir()
+    last = pq.read_table(next(repository.commits[0].glob("data/train-00001*")))["en"][-1].as_py()
+    assert last in read_json(copy)["source"]

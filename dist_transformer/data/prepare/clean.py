@@ -22,8 +22,8 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.prepare.chunks import BATCH_ROWS, CHUNK_ROWS
 from dist_transformer.data.prepare.duplicates import BatchKeys, Comparison, batch_keys, load_repeated, save_keys
-from dist_transformer.data.prepare.scan import ReportProgress, read_held_out
-from dist_transformer.data.sources.corpus import read_corpus
+from dist_transformer.data.prepare.scan import ReportProgress, at_commits, read_held_out
+from dist_transformer.data.sources.corpus import hub_commits, read_corpus
 from dist_transformer.errors import UserError
 from dist_transformer.files import flush_to_disk, read_json, write_json
 from dist_transformer.run.lock import take
@@ -40,6 +40,7 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
         DataError: a corpus cannot be read, or a rule cannot be applied to it.
     """
     check_output(out, "a folder of cleaned text", is_cleaned)
+    config = at_commits(config, hub_commits(config.data.training_corpora().values()))  # for all passes over the text
     with writing(out), _work_folder(out) as work:
         if (held_out := read_held_out(config)) is not None:
             held_out.save(work)

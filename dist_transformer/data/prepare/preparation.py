@@ -45,7 +45,7 @@ from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.chunks import Units
 from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, WorkFinishedError
 from dist_transformer.data.prepare.report import write_report
-from dist_transformer.data.prepare.scan import ReportProgress, Start, load_tokenizer
+from dist_transformer.data.prepare.scan import ReportProgress, Start, at_commits, load_tokenizer
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.data.recipe import (
     FORMATS,
@@ -103,7 +103,7 @@ def prepare(
             return manifest
         state = Start(config, folder, folder / WORK_FOLDER, progress, chunks.BATCH_ROWS, threads).run(recipe())
     try:
-        units = Units(config, folder, state, progress, threads)
+        units = Units(at_commits(config, state.commits), folder, state, progress, threads)
         made = units.make_chunks()
         corpora = units.corpora(made, units.make_ranges(made))
         with _only_process(folder, progress):
@@ -253,4 +253,5 @@ def _manifest(config: Config, state: PrepareState, folder: Path, splits: dict[st
         target_language=config.data.target_language,
         splits=splits,
         training=training,
+        commits=state.commits,
     )

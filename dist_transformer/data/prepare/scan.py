@@ -8,6 +8,7 @@
 After each of them `work/state.json` is replaced.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dist_transformer.config.data_schema import CorpusConfig, TokenizerConfig
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig, TokenizerConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner, HeldOut, without_markup
 from dist_transformer.data.loader.window_request import RowSlice
@@ -27,7 +28,7 @@ from dist_transformer.data.prepare.tokenize_rows import tokenized_rows
 from dist_transformer.data.recipe import refuse_other_recipe, taken_models
 from dist_transformer.data.sentences import Keys, Sentences, comparable
 from dist_transformer.data.sources.arrow import ParquetFile
-from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
+from dist_transformer.data.sources.corpus import RawBatch, hub_commits, parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
 from dist_transformer.data.sources.text import tag_prefix
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer, training_parts
@@ -58,9 +59,11 @@ class Start:
     threads: int
 
     def run(self, recipe: dict[str, Any]) -> PrepareState:
-        """Completes and returns the state; DataError if the folder was begun with another recipe."""
-        state = PrepareState.load(self.work) or PrepareState(recipe)
+        """Completes and returns the state, and sets its Hub commits in `config`; DataError if it has another recipe."""
+        state = PrepareState.load(self.work)
+        state = state or PrepareState(recipe, commits=hub_commits(all_corpora(self.config).values()))
         refuse_other_recipe(self.folder, state.recipe, recipe)
+        self.config = at_commits(self.config, state.commits)
         if not state.scanned:
             self._scan(state)
         if HeldOut.load(self.folder) is None and (held_out := read_held_out(self.config)) is not None:
@@ -107,17 +110,15 @@ class Start:
 
         Rows are modified as in training, so that the pieces of upper-case words are known.
         """
-        corpora = self.config.data.training_corpora()
+        corpora = (data := self.config.data).training_corpora()
         rows = sum(state.rows_total[name] or 0 for name in corpora)
         every = max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))  # of 10^9 rows a few million are enough
         for number, (name, corpus) in enumerate(corpora.items()):
-            most = self.config.data.filters_of(corpus).max_tokens
-            batches = read_corpus(
-                corpus, self.config.data, self.batch_rows, lambda row: row // self.batch_rows % every == 0
-            )
+            most = data.filters_of(corpus).max_tokens
+            batches = read_corpus(corpus, data, self.batch_rows, lambda row: row // self.batch_rows % every == 0)
             for batch in batches:
                 self.progress("tokenizer", batch.first_row, state.rows_total[name])
-                if self.config.data.modifiers:
+                if data.modifiers:
                     self._modify(batch, number)
                 for side in sides:
                     texts: list[str | None] = getattr(batch, side)
@@ -182,6 +183,17 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
     """Returns the training corpora and the validation corpus, by the names of their splits."""
     validation = {"validation": config.data.validation} if config.data.validation else {}
     return {**config.data.training_corpora(), **validation}
+
+
+def at_commits(config: Config, commits: dict[str, str]) -> Config:
+    """Returns a configuration whose Hub datasets have the commits of `hub_commits` as revisions."""
+
+    def at_commit(each: dict[str, Any]) -> dict[str, Any]:
+        commit = commits.get(f"{each.get('hub')}@{each.get('revision')}")
+        return {**each, "revision": commit} if commit else each
+
+    data = json.loads(json.dumps(config.data.model_dump(mode="json")), object_hook=at_commit)
+    return config.model_copy(update={"data": DataConfig.model_validate(data)})
 
 
 def read_held_out(config: Config) -> HeldOut | None:

@@ -93,6 +93,7 @@ class PrepareState:
         rows_total: rows of each corpus as counted by the first scan of the text; None if unknown.
         samples: counts of the first rows of the corpora that are tokenized on the fly.
         in_place: the splits of corpora that are read in place, without shards of their own.
+        commits: the commits of Hub datasets at the start (`hub_commits`), which every process reads.
     """
 
     recipe: dict[str, Any]
@@ -101,6 +102,7 @@ class PrepareState:
     tokenizer: TokenizerFiles | None = None
     samples: dict[str, Chunk] = field(default_factory=dict)
     in_place: dict[str, Split] = field(default_factory=dict)
+    commits: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def load(work: Path) -> "PrepareState | None":

@@ -7,7 +7,6 @@ here: so messages name the line, skipped rows cost little, and every format has 
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -37,7 +36,7 @@ from dist_transformer.data.sources.text import Texts, normalized, tag_prefix, ta
 from dist_transformer.errors import DataError
 from dist_transformer.plugins import ReadPairs, call, find
 
-TABLE_BATCH_ROWS = 4096
+TABLE_BATCH_ROWS, HUB_COMMIT_DIGITS = 4096, 40
 ONE_SCORE = "expected a number a line, one for each pair, in the same order"
 
 
@@ -147,6 +146,15 @@ def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] |
     return index
 
 
+def hub_commits(corpora: Iterable[CorpusConfig]) -> dict[str, str]:
+    """Returns the commits that datasets have on the Hub now, offline those of their copies, by id@revision.
+
+    Raises the errors of `read_corpus`. A folder has none.
+    """
+    found = {f"{each.hub}@{each.revision}": str(_hub_builder(each).hash) for each in corpora if each.hub}
+    return {key: commit for key, commit in found.items() if len(commit) == HUB_COMMIT_DIGITS}
+
+
 def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None]) -> int | None:
     kind = table_kind(file)
     if kind == "parquet":
@@ -249,43 +257,29 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[st
 
 
 def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
-    with _hub_errors(name):
-        options = {"split": corpus.split, "revision": corpus.revision, "streaming": True}
-        dataset = _asked(name, "load_dataset", corpus.hub, corpus.subset, **options)
-        yield from dataset.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
+    dataset = retried_remote(name, lambda: _hub_builder(corpus).as_streaming_dataset(corpus.split))
+    yield from dataset.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
 
 
 def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:
     """Returns the files of a split if a Hub dataset consists of parquet files; else none."""
-    with _hub_errors(name := f"{corpus.hub} ({corpus.split})"):
-        builder = _asked(name, "load_dataset_builder", corpus.hub, corpus.subset, revision=corpus.revision)
-    files = builder.config.data_files or {}
+    files = (builder := _hub_builder(corpus)).config.data_files or {}
     return tuple(files.get(corpus.split, ())) if builder.name == "parquet" else ()
 
 
-def _asked(name: str, function: str, *arguments: Any, **options: Any) -> Any:
-    """Calls a function of `datasets` that asks the Hub, with retries unless the Hub says that there is no such dataset."""
+def _hub_builder(corpus: CorpusConfig) -> Any:
+    """Asks the Hub for a dataset, with retries unless it says that there is none."""
     import datasets
-    from datasets.exceptions import DatasetsError
 
     datasets.disable_progress_bars()  # they and the log lines repeat our own messages
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    name = f"{corpus.hub} ({corpus.split})"
 
     def ask() -> Any:
         try:
-            return getattr(datasets, function)(*arguments, **options)
-        except (DatasetsError, FileNotFoundError) as error:
+            return datasets.load_dataset_builder(str(corpus.hub), corpus.subset, revision=corpus.revision)
+        except FileNotFoundError as error:
             raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
 
-    return retried_remote(name, ask)
-
-
-@contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    from datasets.exceptions import DatasetsError
-
-    try:
-        with named_errors(name):
-            yield
-    except DatasetsError as error:
-        raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
+    with named_errors(name):
+        return retried_remote(name, ask)

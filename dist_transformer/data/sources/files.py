@@ -108,8 +108,7 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
         return {**given, "plugin": find("data", corpus.plugin).identity}
     given["columns"] = list(corpus.columns) if corpus.columns else None
     if corpus.hub:
-        names = ("hub", "subset", "split", "revision")
-        return {**given, **{name: getattr(corpus, name) for name in names}}
+        return {**given, **corpus.model_dump(include={"hub", "subset", "split", "revision"})}
     files = find_corpus_files(corpus, data).every()
     return {**given, "files": for_each_file(file_fingerprint, files)}
 

@@ -10,6 +10,7 @@ import io
 import logging
 import lzma
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -165,7 +166,8 @@ def _filesystem(address: str, **options: Any) -> tuple[Any, str]:
 
 
 def _file_errors() -> tuple[type[Exception], ...]:
-    return (*read_errors(), ValueError, lzma.LZMAError, zlib.error)
+    of_hub = getattr(sys.modules.get("datasets.exceptions"), "DatasetsError", OSError)  # imported for the Hub alone
+    return (*read_errors(), ValueError, lzma.LZMAError, zlib.error, of_hub)
 
 
 def _open_stream(file: str) -> Any:

@@ -10,7 +10,7 @@ from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.config.schema import Config, DecodingConfig
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.text_batches import refuse_longer, text_batches
-from dist_transformer.data.prepare.scan import load_tokenizer
+from dist_transformer.data.prepare.scan import at_commits, load_tokenizer
 from dist_transformer.data.sources.cached_text import Pairs, kept_pairs, texts_to_keep
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.search import TorchSearcher
@@ -43,7 +43,8 @@ def open_validator(run: Run, engine: Engine) -> Validator:
     config, data = run.config, run.data
     run.watchdog.progress("reading the validation corpus")
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
-    texts = {key: _read(run, key, *text) for key, text in texts_to_keep(config).items()}
+    kept = texts_to_keep(at_commits(config, data.manifest.commits))
+    texts = {key: _read(run, key, *text) for key, text in kept.items()}
     sets = []
     if config.data.validation is not None and (batches := _cut(run, data.validation(), "data.validation")):
         # Measured on the prepared corpus, translated from the text.

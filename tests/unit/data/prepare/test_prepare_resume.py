@@ -242,6 +242,20 @@ def test_an_unreadable_state_is_named(tmp_path: Path):
         prepare(config)
 
 
+def test_a_preparation_that_was_begun_without_commits_of_the_hub_goes_on(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_record(patch, 4, after=True)
+        with pytest.raises(Stopped):
+            prepare(config)
+    path = prepared_folder(config) / WORK_FOLDER / STATE_NAME
+    state = read_json(path)
+    assert state.pop("commits") == {}
+    write_json(path, state)
+    assert prepare(config) == whole
+
+
 def test_a_spill_file_is_its_chunk_sorted_by_key_written_with_little_memory_beside_the_rows(tmp_path: Path):
     def tables() -> list[pa.Table]:
         ids = [[row % 7] * 200 for row in range(500)]
