@@ -187,6 +187,8 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
 
 def at_commits(config: Config, commits: dict[str, str]) -> Config:
     """Returns a configuration whose Hub datasets have the commits of `hub_commits` as revisions."""
+    if not commits:
+        return config
 
     def at_commit(each: dict[str, Any]) -> dict[str, Any]:
         commit = commits.get(f"{each.get('hub')}@{each.get('revision')}")
