@@ -15,11 +15,6 @@ for group in "${groups[@]}"; do
   if [ "$node" -gt "${SLURM_NODEID:-0}" ]; then break; fi
 done
 
-# The trainer saves by itself near the end of the job if no signal arrives. Slurm passes the end time since 23.02.
-if [[ "${SLURM_JOB_END_TIME:-}" =~ ^[1-9][0-9]*$ ]]; then
-  export DIST_TRANSFORMER_END_TIME=$((SLURM_JOB_END_TIME - ${DIST_TRANSFORMER_SIGNAL_SECONDS:-180}))
-fi
-
 # Slurm signals every process of the step, this shell too: it keeps running, and the rank handles the signal.
 trap : USR1 USR2 TERM INT
 code=0

@@ -6,10 +6,10 @@
     preflight -> ranks -> decision -> ranks again, on the nodes of the job that answer
                                    -> requeue   -> the end
 
-USR1 comes some time before the limit (--signal): the ranks save and stop. TERM comes at the limit, when a person cancels
-the job, when Slurm itself requeues it, and when the node shuts down; the ranks receive their own. The job is one with
---no-kill: a node that dies is taken from it and the others stay. If it is the node of this process, `batch_host` requeues
-the job.
+USR1 comes some time before the limit (--signal), or ranks are told from here: they save and stop. TERM comes at the limit,
+when a person cancels the job, when Slurm itself requeues it, and when the node shuts down; the ranks receive their own.
+The job is one with --no-kill: a node that dies is taken from it and the others stay. If it is the node of this process,
+`batch_host` requeues the job.
 """
 
 import os
@@ -77,6 +77,7 @@ class BatchJob:
         self._child: subprocess.Popen[bytes] | None = None
         self._watch: tuple[str, subprocess.Popen[bytes]] | None = None
         self._is_told = self._is_ended = self._has_term = False
+        self._save_at = requeue.save_time(os.environ.get("SLURM_JOB_END_TIME", ""))  # since Slurm 23.02
         signal.signal(signal.SIGUSR1, self._on_usr1)
         signal.signal(signal.SIGTERM, self._on_term)
 
@@ -111,9 +112,9 @@ class BatchJob:
         say(f"{time.strftime('%F %T')} job {self._job} attempt {self._attempt}: {text}", sys.stdout)
 
     def _on_usr1(self, *_: object) -> None:
-        self._is_told = True
-        if self._child is not None:
+        if self._child is not None and not self._is_told:  # the same signal again would end the ranks at once
             self._child.send_signal(signal.SIGUSR1)
+        self._is_told = True
         self._say("told to save")
 
     def _on_term(self, *_: object) -> None:
@@ -128,6 +129,14 @@ class BatchJob:
             self._has_term = False
             reason = slurm.waiting_reason(self._job) or slurm.waiting_reason(self._job)  # an answer may come too late
             self._is_ended |= reason != "TimeLimit"
+
+    def _look_at_end(self) -> None:
+        """Tells the ranks to save where no signal has come. An end that was moved since it was known counts where it is."""
+        if not self._is_told and time.time() >= self._save_at:
+            with suppress(SlurmError):
+                self._save_at = requeue.save_time(slurm.job_record(self._job).get("EndTime", ""))
+            if time.time() >= self._save_at:
+                self._on_usr1()
 
     def _leave(self, exit_code: int, text: str = "") -> NoReturn:
         if text:
@@ -147,6 +156,7 @@ class BatchJob:
             child.send_signal(signal.SIGUSR1)
         while (code := child.poll()) is None:
             self._look_at_term()
+            self._look_at_end()
             if is_lost():
                 child.terminate()  # it kills the ranks that it reaches, and would wait for the others
                 with suppress(subprocess.TimeoutExpired):
@@ -180,21 +190,12 @@ class BatchJob:
             added = dict[str, str]()
             with suppress(OSError):  # training finds out whether the disk is away
                 reasons = reasons_of_preflight(folder / "report.json")
-                added = exclude(self._run_dir, reasons, len(self._nodes), self._num_similar_nodes())
+                others = slurm.num_similar_nodes(self._job, self._nodes)
+                added = exclude(self._run_dir, reasons, len(self._nodes), others)
             for node, reason in added.items():
                 say(f"excluded: {node}: {reason}", sys.stdout)
             if added:
                 self._finish(EXIT_REQUEUE, "preflight", [])
-
-    def _num_similar_nodes(self) -> int:
-        """Number of further nodes like this job's own that are up and not excluded yet."""
-        try:
-            given = slurm.job_record(self._job).get("ExcNodeList", "(null)")
-            excluded = [] if given == "(null)" else slurm.host_names(given)
-            similar = slurm.similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), self._nodes[0])
-        except SlurmError:
-            return 0
-        return max(0, len({*similar} - {*excluded}) - len(self._nodes))
 
     def _train(self, nodes: Sequence[str]) -> tuple[int, str]:
         """Runs the ranks on these nodes. Returns their exit code, and the node on which a rank failed first."""

@@ -5,6 +5,7 @@ An attempt that made a new checkpoint may always be followed by another. Without
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -92,6 +93,12 @@ def first_failure(path: Path) -> tuple[int, str] | None:
         return int(code), node
     except (OSError, ValueError):
         return None
+
+
+def save_time(end: str) -> float:
+    """Unix seconds at which ranks must save, from those of the end of their job as Slurm prints them; inf: it names none."""
+    known = (int(end) if end.isdecimal() else 0) or math.inf
+    return known - float(os.environ.get("DIST_TRANSFORMER_SIGNAL_SECONDS") or 180)
 
 
 def next_nodes(

@@ -166,6 +166,17 @@ def similar_nodes(partition: str, node: str) -> list[str]:
     return sorted(name for name, state, kind in rows if kind in like and re.fullmatch(_UP, state))
 
 
+def num_similar_nodes(job_id: str, nodes: Sequence[str]) -> int:
+    """Number of further nodes like those of this job that are up and not excluded yet; 0 without an answer."""
+    try:
+        given = job_record(job_id).get("ExcNodeList", "(null)")
+        excluded = [] if given == "(null)" else host_names(given)
+        similar = similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), nodes[0])
+    except SlurmError:
+        return 0
+    return max(0, len({*similar} - {*excluded}) - len(nodes))
+
+
 def host_names(node_list: str) -> list[str]:
     """Expands n[1-2] to n1, n2."""
     return _call(["scontrol", "show", "hostnames", node_list]).split()

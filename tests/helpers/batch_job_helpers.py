@@ -58,6 +58,7 @@ class Slurm:
         self.listening, self.silent = socket.create_server(("127.0.0.1", 0)), SilentPort()
         self.programs = {"scontrol": SCONTROL.format(nodes="n1 n2", folder=folder), "srun": SRUN.format(folder=folder),
                          "squeue": "cat {folder}/reason", "sinfo": ""}  # fmt: skip
+        self.variables: dict[str, str] = {}  # more of the batch script's
         self.answers("n1", "n2")
         (folder / "job").write_text(RECORD)
 
@@ -93,7 +94,7 @@ class Slurm:
         settings = ["off", "180", "0.8", str(spare), "1", "--mpi=none", "0"]
         return subprocess.Popen(
             [python, "-u", "-c", main, *settings, str(self.run_dir.path)],
-            env={**kept, **slurm, **constants, "PATH": f"{self.folder}:{programs}"},
+            env={**kept, **slurm, **self.variables, **constants, "PATH": f"{self.folder}:{programs}"},
             stdout=log, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 

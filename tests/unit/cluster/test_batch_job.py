@@ -4,6 +4,7 @@ import contextlib
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,6 +166,48 @@ def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None
     assert "saved" in said
     assert slurm.ends() == [(75, "decide", True)]
     assert slurm.calls("scontrol requeue 7") == 1
+
+
+SAVES = "trap 'touch {folder}/saved; exit 75' USR1; touch {folder}/up; "
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_near_the_end_of_the_job_ranks_are_told_to_save_also_where_the_controller_is_away(
+    slurm: Slurm, is_away: bool
+) -> None:
+    (slurm.folder / "job").write_text(f"{RECORD} EndTime=1000000000")
+    answer = f"until [ -e {slurm.folder}/up ]; do sleep 0.1; done; "
+    answer += f"[ -e {slurm.folder}/saved ] && " * is_away + f"cat {slurm.folder}/job"
+    slurm.programs["scontrol"] = slurm.programs["scontrol"].replace(f"cat {slurm.folder}/job", answer)
+    slurm.variables["SLURM_JOB_END_TIME"] = "1000000000"
+    said = slurm.run(f"{SAVES.format(folder=slurm.folder)}while :; do sleep 0.1; done")[1]
+    assert (said.count("told to save"), slurm.calls("scontrol requeue 7")) == (1, 1)
+    assert slurm.ends() == [(75, "decide", True)]
+
+
+@pytest.mark.parametrize("known", [1000000000, int(time.time()) + 500])
+def test_ranks_whose_job_was_given_more_time_train_on(slurm: Slurm, known: int) -> None:
+    (slurm.folder / "job").write_text(f"{RECORD} EndTime=4000000000")
+    slurm.variables |= {"SLURM_JOB_END_TIME": str(known), "DIST_TRANSFORMER_SIGNAL_SECONDS": "600"}
+    until_asked = f"until grep -q 'show job 7' {slurm.folder}/calls; do sleep 0.1; done; sleep 0.5; exit 0"
+    code, said = slurm.run(SAVES.format(folder=slurm.folder) + until_asked)
+    assert (code, said.count("told to save"), slurm.calls("show job 7")) == (0, 0, 2)  # and once at the end
+
+
+def test_ranks_are_told_to_save_once(slurm: Slurm) -> None:
+    """The same signal again would end them before the save is complete."""
+    told, end = slurm.folder / "told", slurm.folder / "end"
+    process = slurm.start(f"trap 'echo >> {told}' USR1; touch $0.up; until [ -e {end} ]; do sleep 0.1; done; exit 75")
+    wait_for((slurm.folder / "step_1.up").exists)
+    assert process.stdout is not None
+    for _ in range(2):
+        process.send_signal(signal.SIGUSR1)
+        while "told to save" not in process.stdout.readline():
+            assert process.poll() is None
+        wait_for(told.exists)
+    end.touch()
+    process.communicate(timeout=240)
+    assert told.read_text() == "\n"
 
 
 def test_a_log_that_takes_no_more_writes_costs_neither_the_save_nor_the_requeue(slurm: Slurm) -> None:

@@ -1,11 +1,21 @@
 """The decision after each attempt of a job."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from dist_transformer.cluster import requeue
-from dist_transformer.cluster.requeue import Decision, NextNodes, begin, end, next_nodes, nodes_to_exclude, run_folder
+from dist_transformer.cluster.requeue import (
+    Decision,
+    NextNodes,
+    begin,
+    end,
+    next_nodes,
+    nodes_to_exclude,
+    run_folder,
+    save_time,
+)
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
@@ -134,6 +144,14 @@ def test_the_next_ranks_have_the_nodes_that_answer_up_to_the_wanted_number_and_a
     expected: NextNodes | None,
 ) -> None:
     assert next_nodes(before, answering, suspects, wanted) == expected
+
+
+def test_ranks_save_before_the_end_of_the_job_if_slurm_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIST_TRANSFORMER_SIGNAL_SECONDS", raising=False)
+    assert save_time("1700000000") == 1700000000 - 180
+    monkeypatch.setenv("DIST_TRANSFORMER_SIGNAL_SECONDS", "600")
+    assert save_time("1700000000") == 1700000000 - 600
+    assert {save_time(end) for end in ("", "0", "Unknown", "2026-01-01T00:00:00")} == {math.inf}
 
 
 def test_before_there_is_a_configuration_the_default_limit_counts(run_dir: RunDir) -> None:

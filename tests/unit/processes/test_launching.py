@@ -330,11 +330,6 @@ def _environment_of_task(tmp_path: Path, **environment: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
 
 
-def _end_time_of_task(tmp_path: Path, **environment: str) -> str:
-    """The time at which to save."""
-    return _environment_of_task(tmp_path, **environment).get("DIST_TRANSFORMER_END_TIME", "")
-
-
 @pytest.mark.parametrize(
     ("tasks", "ranks_of_nodes"),
     [("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("1,3,2(x2)", [1, 3, 2, 2]), ("8", [8])],
@@ -347,15 +342,3 @@ def test_a_task_of_slurm_knows_the_ranks_of_its_node_also_where_nodes_differ(
         for node in range(len(ranks_of_nodes))
     ]
     assert found == list(map(str, ranks_of_nodes))
-
-
-def test_a_task_of_slurm_is_told_to_save_before_the_end_of_the_job(tmp_path: Path) -> None:
-    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000") == "1699999820"
-    longer = {"DIST_TRANSFORMER_SIGNAL_SECONDS": "600"}
-    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000", **longer) == "1699999400"
-
-
-@pytest.mark.parametrize("value", ["", "0", "Unlimited", "2026-01-01T00:00:00"])
-def test_a_slurm_that_does_not_say_when_the_job_ends_sets_no_time(tmp_path: Path, value: str) -> None:
-    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME=value) == ""
-    assert _end_time_of_task(tmp_path) == ""
