@@ -27,8 +27,6 @@ from dist_transformer.errors import EXIT_FAILED
 from dist_transformer.files import modified
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-END_TIME_VARIABLE = "DIST_TRANSFORMER_END_TIME"
-"""Unix seconds at which to save, because the Slurm job ends soon; set by launch/slurm_task.sh."""
 STARTED_VARIABLE = "DIST_TRANSFORMER_STARTED"
 """Unix seconds of the start of the command that started this process as one of its ranks."""
 LAUNCHER_VARIABLE = "DIST_TRANSFORMER_LAUNCHER"
@@ -54,7 +52,8 @@ class StopRequest:
         self, repeat_seconds: tuple[float, float] = (0.5, 10.0), answer: str = "saving at the end of this step"
     ) -> None:
         self.started = float(os.environ.get(STARTED_VARIABLE) or time.time())
-        """Unix seconds of the start of this command, for time limits."""
+        """Unix seconds of the start of this command."""
+        self._began = time.monotonic() - (time.time() - self.started)
         self._repeat_seconds = repeat_seconds
         self._answer = answer
         self._signal: signal.Signals | None = None
@@ -86,13 +85,10 @@ class StopRequest:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first start unblocks some
             helper.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        with suppress(ValueError):  # there is none, or it is no time
-            if math.isfinite(end := float(os.environ.get(END_TIME_VARIABLE, ""))) and end > 0:
-                self.end_at(end, "end of the Slurm job")
 
-    def end_at(self, unix_seconds: float, why: str = "time limit of training.max_hours") -> None:
-        """Requests a stop from this time on, with `why` as its reason."""
-        self._ends.append((unix_seconds, why))
+    def end_after(self, seconds: float, why: str = "time limit of training.max_hours") -> None:
+        """Requests a stop so long after the start of this command, whatever the clock is set to; `why`: its reason."""
+        self._ends.append((self._began + seconds, why))
 
     def watch_file(self, stop_file: Path) -> None:
         """Treats the existence of this file as a request. A file from before the start of this process was answered and
@@ -105,13 +101,13 @@ class StopRequest:
         self._stop_file = stop_file
 
     def reason(self) -> str | None:
-        """Returns the reason to stop ("signal SIGTERM", "file .../stop", "end of the Slurm job"), or None."""
+        """Returns the reason to stop ("signal SIGTERM", "file .../stop", "time limit of ..."), or None."""
         if self._signal is not None:
             return f"signal {self._signal.name}"
         with suppress(OSError):  # a disk that is away requests nothing
             if self._stop_file is not None and self._stop_file.exists():
                 return f"file {self._stop_file}"
-        now = time.time()
+        now = time.monotonic()
         return next((why for end, why in sorted(self._ends) if now >= end), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -53,7 +53,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     ranks = group.join(config.training.hang_seconds)
     torch.set_num_threads(_default_threads(ranks))
     if config.training.max_hours is not None:
-        stop.end_at(stop.started + 3600 * config.training.max_hours)
+        stop.end_after(3600 * config.training.max_hours)
     lock = _lock(run_dir, ranks, stop)  # before anything is written into the run folder: another job may use it
     try:
         digests = sorted(set(ranks.all_gather_object(manifest.digest)))

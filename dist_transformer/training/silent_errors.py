@@ -136,7 +136,7 @@ class SilentErrors:
             wrong |= {votes[number][0] for number in minority([sums for _, sums in votes], alike)}
         faults = dict.fromkeys(sorted(wrong), "it computed another gradient than other ranks for the same micro-batch")
         if excluded := self._record(step, faults):
-            self._run.stop.end_at(0.0, f"excluded because of wrong gradients: {', '.join(excluded)}")
+            self._run.stop.end_after(0.0, f"excluded because of wrong gradients: {', '.join(excluded)}")
         self._repeats += 1
         if self._repeats > MAX_REPEATS:
             raise MachineError(

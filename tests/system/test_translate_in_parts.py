@@ -97,7 +97,7 @@ def test_a_job_that_is_stopped_before_any_part_is_done_does_not_come_back_for_ev
     ranks.run(task, output, 1, 3)  # some parts are done already
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     stop = StopRequest()
-    stop.end_at(0.0)
+    stop.end_after(0.0)
     if comes_back:
         with pytest.raises(SystemExit) as stopped:
             ranks.run(task, output, 0, 3, stop)
@@ -115,7 +115,7 @@ def test_a_job_that_was_restarted_often_comes_back_as_long_as_parts_get_done(
 
     def write_and_be_stopped(parts: sharded_files.Parts, chunk: int, lines: list[str]) -> None:
         write(parts, chunk, lines)
-        stop.end_at(0.0)
+        stop.end_after(0.0)
 
     monkeypatch.setattr(sharded_files.Parts, "write", write_and_be_stopped)
     with pytest.raises(SystemExit) as stopped:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from running import without
 
-from dist_transformer.processes.stop_request import END_TIME_VARIABLE, STARTED_VARIABLE, STOP_SIGNALS, StopRequest
+from dist_transformer.processes.stop_request import STARTED_VARIABLE, STOP_SIGNALS, StopRequest
 
 PROGRAM = """
 import signal, sys
@@ -166,19 +166,19 @@ def test_a_signal_that_was_given_another_handler_is_no_longer_ours(start):
     assert process.wait(30) == 128 + signal.SIGTERM
 
 
-def test_from_the_time_limit_on_there_is_a_request_that_names_it(monkeypatch):
-    now = 5000.0
-    monkeypatch.setattr(time, "time", lambda: now)
+def test_from_the_time_limit_on_there_is_a_request_that_names_it_whatever_the_clock_is_set_to(monkeypatch):
+    now = {"time": 5000.0, "monotonic": 1000.0}
+    for name in now:
+        monkeypatch.setattr(time, name, lambda name=name: now[name])
+    monkeypatch.setenv(STARTED_VARIABLE, "4940")  # of the command that started this rank
     stop = StopRequest()
-    stop.end_at(stop.started + 3600)
-    stop.end_at(stop.started + 7200, "end of the Slurm job")
-    assert stop.reason() is None
-    now = 5000.0 + 3599.9
-    assert stop.reason() is None
-    now = 5000.0 + 3600
-    assert stop.reason() == "time limit of training.max_hours"
-    now = 5000.0 + 10**6
-    assert stop.reason() == "time limit of training.max_hours"
+    stop.end_after(3600)
+    stop.end_after(7200, "another")
+    for now["time"] in (5000.0, 9.0, 10.0**10):
+        now["monotonic"] = 1000.0 + 3539.9
+        assert stop.reason() is None
+        for now["monotonic"] in (1000.0 + 3540, 10.0**6):
+            assert stop.reason() == "time limit of training.max_hours"
 
 
 def test_a_rank_counts_its_time_and_takes_a_stop_file_from_the_start_of_the_command(monkeypatch, tmp_path):
@@ -207,26 +207,3 @@ def test_the_age_of_a_stop_file_is_by_the_clock_of_its_file_system(monkeypatch, 
         stop.watch_file(tmp_path / "stop")
         assert (stop.reason() is not None) == is_meant
         assert [path.name for path in tmp_path.iterdir()] == ["stop"] * is_meant
-
-
-@pytest.fixture
-def listening(monkeypatch) -> Callable[[str], StopRequest]:
-    """A request that listens in this process, with an end time in the environment."""
-
-    def listen(end_time: str) -> StopRequest:
-        monkeypatch.setenv(END_TIME_VARIABLE, end_time)
-        stop = StopRequest()
-        stop.listen()
-        return stop
-
-    return listen
-
-
-def test_the_end_of_the_slurm_job_is_a_request(listening):
-    assert listening(str(int(time.time()) - 1)).reason() == "end of the Slurm job"
-    assert listening(str(int(time.time()) + 1000)).reason() is None
-
-
-@pytest.mark.parametrize("value", ["", "0", "-180", "nan", "inf", "Unlimited", "2026-01-01T00:00:00"])
-def test_an_end_of_the_job_that_is_no_time_is_ignored(listening, value):
-    assert listening(value).reason() is None
