@@ -49,7 +49,7 @@ _INSTEAD = {
 _OTHERS = "requeue no-requeue open-mode output wrap parsable chdir comment"
 _WITHOUT_ANSWER = ("wait", "quiet", "test-only")
 _RELIED_ON = (*_INSTEAD, *_OTHERS.split(), *_WITHOUT_ANSWER)
-_READ_HERE = ("exclude", "gres", "clusters")
+_READ_HERE = ("exclude", "gres", "clusters", "time-min")
 _SRUN_KEYS = {"container-image": "container_image", "container-mounts": "container_mounts"}
 _NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*(,[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*)*")
 _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONPATH|PYTHONSAFEPATH")
@@ -283,6 +283,8 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
             yield f"slurm.sbatch.{name}: submit needs the id of the job from sbatch, and at once: remove it (=null)"
         elif taken == "clusters":
             yield f"slurm.sbatch.{name}: `status` would not find the job; remove it, and submit from a login node of that cluster"
+        elif taken == "time-min":
+            yield f"slurm.sbatch.{name}: a requeue keeps the shortened limit; remove it (=null), or lower slurm.time_limit"
         elif taken in _RELIED_ON:
             use = f"use {_INSTEAD[taken]}" if taken in _INSTEAD else "the batch script relies on it; remove it"
             yield f"slurm.sbatch.{name}: --{taken} is set by submit; {use}"

@@ -66,6 +66,13 @@ def test_another_cluster_is_refused(run_dir: RunDir) -> None:
     assert _problems(run_dir, sbatch={"clusters": "b"}) == [f"slurm.sbatch.clusters: {needed}"]
 
 
+@pytest.mark.parametrize("name", ["time-min", "time-m"])
+def test_a_limit_that_slurm_may_shorten_is_refused(run_dir: RunDir, name: str) -> None:
+    """In the end each attempt would be told to save as soon as it trains."""
+    needed = "a requeue keeps the shortened limit; remove it (=null), or lower slurm.time_limit"
+    assert _problems(run_dir, sbatch={name: "10"}) == [f"slurm.sbatch.{name}: {needed}"]
+
+
 @pytest.mark.parametrize(("name", "option"), [("exclud", "exclude"), ("gre", "gres")])
 def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, option: str) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == [
@@ -73,9 +80,7 @@ def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, 
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["time-min", "nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-task"]
-)
+@pytest.mark.parametrize("name", ["nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-task"])
 def test_an_option_whose_name_begins_like_one_that_submit_sets_is_taken(run_dir: RunDir, name: str) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == []
 
