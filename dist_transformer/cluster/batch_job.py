@@ -311,21 +311,21 @@ class BatchJob:
         if decision.then == "stop":
             self._tell_mlflow(20)
             self._leave(exit_code)
-        # After 75 the ranks have reported it; at the time limit nothing may delay the requeue.
-        if exit_code != EXIT_REQUEUE and record.get("Reason") != "TimeLimit":
+        # After 75 the ranks have reported it; once Slurm ends this process nothing may delay the requeue.
+        if exit_code != EXIT_REQUEUE and record.get("JobState", "RUNNING") == "RUNNING":
             self._tell_mlflow(5)
         self._requeue()
 
     def _who_ended_it(self) -> How:
         """A person who cancelled the job; Slurm, which has already counted the next attempt, as at pre-emption; or nobody:
-        a job that is still RUNNING has lost its ranks to the shutdown of this node, and is requeued like others."""
+        a job that still runs has lost its ranks to the shutdown of this node. Requeued like others, as is a pre-empted one."""
         try:
             record = slurm.job_record(self._job)
         except SlurmError:
             return "ended"
         if record.get("Restarts") != str(self._attempt):
             return "ended"
-        return "decide" if record.get("JobState") == "RUNNING" else "cancelled"
+        return "cancelled" if slurm.is_cancelled(record) else "decide"
 
     def _next_nodes(self, record: dict[str, str], before: Sequence[str]) -> NextNodes | None:
         if self._is_signalled() or record.get("JobState") != "RUNNING" or self._num_ranks % len(self._nodes):
@@ -356,7 +356,7 @@ class BatchJob:
         for _ in range(TRIES):  # the controller may be down for a while
             if (record := self._ask_slurm()) is not None:
                 excluded = requeue.nodes_to_exclude(self._run_dir, record.get("ExcNodeList", ""))
-                if record.get("JobState") != "RUNNING" and record.get("Reason") != "TimeLimit":
+                if slurm.is_cancelled(record):
                     self._leave(EXIT_FAILED, "was cancelled")  # Slurm would also requeue a job that is
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 try:

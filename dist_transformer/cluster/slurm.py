@@ -108,6 +108,12 @@ def job_record(job_id: str) -> dict[str, str]:
     return _fields(_call(["scontrol", "--oneliner", "show", "job", _checked(job_id)]))
 
 
+def is_cancelled(record: Mapping[str, str]) -> bool:
+    """True if a person has ended the job: it neither runs, nor is at its limit, nor was pre-empted (PreemptMode=CANCEL)."""
+    is_by_slurm = record.get("Reason") == "TimeLimit" or record.get("PreemptTime", "None") != "None"
+    return record.get("JobState") != "RUNNING" and not is_by_slurm
+
+
 def waiting_reason(job_id: str) -> str:
     """The reason that squeue shows for a job; empty without an answer."""
     with suppress(SlurmError):
