@@ -338,7 +338,7 @@ class BatchJob:
         if not {*before} <= {*answering}:
             self._failed_on[-1] = ""  # ranks fail first on a node that is left, as one that died says nothing
         suspects = {node for node in self._failed_on[-2:-1] if node == self._failed_on[-1]}
-        return requeue.next_nodes(before, answering, suspects, self._wanted)
+        return requeue.next_nodes(before, of_job, answering, suspects, self._wanted)
 
     def _tell_mlflow(self, seconds: int) -> None:
         """Reports to MLflow what the ranks could not report themselves, and the state of the job."""

@@ -97,27 +97,27 @@ def first_failure(path: Path) -> tuple[int, str] | None:
 
 def save_time(end: str) -> float:
     """Unix seconds at which ranks must save, from those of the end of their job as Slurm prints them; inf: it names none."""
-    known = (int(end) if end.isdecimal() else 0) or math.inf
-    return known - float(os.environ.get("DIST_TRANSFORMER_SIGNAL_SECONDS") or 180)
+    known = int(end) if end.isdecimal() and end != "0" else math.inf
+    return known - float(os.environ.get("DIST_TRANSFORMER_SIGNAL_SECONDS", 180))
 
 
 def next_nodes(
-    before: Sequence[str], answering: Collection[str], suspects: Collection[str], wanted: int
+    before: Sequence[str], of_job: Collection[str], answering: Collection[str], suspects: Collection[str], wanted: int
 ) -> NextNodes | None:
     """The nodes of the job for ranks after a failure; None if fewer than half of the `wanted` ones are left.
 
     Args:
         before: the nodes of the ranks that failed.
-        answering: all nodes of the job that answer now, spare ones too, in their order.
+        of_job, answering: all nodes that the job still has, spare ones too; those that answer now, in their order.
         suspects: nodes on which ranks failed first, twice in a row.
     """
     nodes = tuple([node for node in answering if node not in suspects][:wanted])
-    silent, failed = (
-        tuple(n for n in before if n not in nodes and (n in answering) is is_up) for is_up in (False, True)
-    )
-    words = [f"{', '.join(silent)} gives no answer"] if silent else []
-    words += [f"ranks failed on {', '.join(failed)} twice"] if failed else []
-    return None if 2 * len(nodes) < wanted else NextNodes(nodes, bool(silent or failed), " and ".join(words))
+    left_out: dict[str, list[str]] = {}
+    for node in (each for each in before if each not in nodes):
+        up = "ranks failed on {} twice" if node in answering else "{} gives no answer"
+        left_out.setdefault(up if node in of_job else "{} was taken from the job", []).append(node)
+    words = [text.format(", ".join(which)) for text, which in left_out.items()]
+    return None if 2 * len(nodes) < wanted else NextNodes(nodes, bool(left_out), " and ".join(words))
 
 
 def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes | None = None) -> Decision:

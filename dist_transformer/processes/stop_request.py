@@ -107,8 +107,7 @@ class StopRequest:
         with suppress(OSError):  # a disk that is away requests nothing
             if self._stop_file is not None and self._stop_file.exists():
                 return f"file {self._stop_file}"
-        now = time.monotonic()
-        return next((why for end, why in sorted(self._ends) if now >= end), None)
+        return next((why for end, why in sorted(self._ends) if time.monotonic() >= end), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number)

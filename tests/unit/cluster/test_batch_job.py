@@ -130,6 +130,14 @@ def test_a_log_says_that_nodes_are_not_watched_where_slurm_hides_them(slurm: Slu
     assert said.count(words) == 1
 
 
+def test_a_node_that_was_taken_from_the_job_is_left_out_by_that_name(slurm: Slurm) -> None:
+    """As `scontrol update NumNodes` does, and Slurm itself with a node that it has found dead."""
+    (slurm.folder / "job").write_text(RECORD.replace("n[1-2]", "n1"))
+    slurm.programs["scontrol"] = 'case "$*" in *"hostnames n1") echo n1; exit ;; esac; ' + slurm.programs["scontrol"]
+    code, said = slurm.run(FAILS, "exit 0")
+    assert (code, "ranks start again on n1 (n2 was taken from the job): begins" in said) == (0, True)
+
+
 def test_a_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm) -> None:
     code, said = slurm.run(FAILS, FAILS, "exit 0")
     assert code == 0
