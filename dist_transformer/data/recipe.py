@@ -105,6 +105,12 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
 
 def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
+    version = found.get("format")
+    if isinstance(version, int) and version > PREPARED_FORMAT:
+        raise DataError(
+            f"{folder}: made by a newer version of this program: it has format {version}, this version makes and reads up to "
+            f"{PREPARED_FORMAT}. Use the newer one."
+        )
     if lines := differences(found, wanted):
         raise DataError(
             f"{folder}: this folder was prepared with other settings or another text:\n{lines}\n"

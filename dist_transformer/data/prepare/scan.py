@@ -25,7 +25,7 @@ from dist_transformer.data.manifest import TOKENIZER_FOLDER, RowGroup, Shard, Sp
 from dist_transformer.data.modifiers import Modifiers, inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
 from dist_transformer.data.prepare.tokenize_rows import tokenized_rows
-from dist_transformer.data.recipe import refuse_other_recipe, taken_models
+from dist_transformer.data.recipe import FORMATS, PREPARED_FORMAT, refuse_other_recipe, taken_models
 from dist_transformer.data.sentences import Keys, Sentences, comparable
 from dist_transformer.data.sources.arrow import ParquetFile
 from dist_transformer.data.sources.corpus import RawBatch, hub_commits, parquet_index, read_corpus, scan_corpus
@@ -59,9 +59,15 @@ class Start:
     threads: int
 
     def run(self, recipe: dict[str, Any]) -> PrepareState:
-        """Completes and returns the state, and sets its Hub commits in `config`; DataError if it has another recipe."""
+        """Completes and returns the state, and sets its Hub commits in `config`; DataError if it has another recipe or
+        format."""
         state = PrepareState.load(self.work)
         state = state or PrepareState(recipe, commits=hub_commits(all_corpora(self.config).values()))
+        if (version := state.recipe.get("format")) in FORMATS[1:]:
+            raise DataError(
+                f"{self.folder}: was begun by a version of this program that prepares format {version}, this one prepares "
+                f"{PREPARED_FORMAT}: remove the folder, and it is prepared anew; or let that version complete it"
+            )
         refuse_other_recipe(self.folder, state.recipe, recipe)
         self.config = at_commits(self.config, state.commits)
         if not state.scanned:

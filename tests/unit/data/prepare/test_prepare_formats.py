@@ -1,10 +1,10 @@
 """Prepared corpora of former formats: used, or continued, as they are; what they cannot do is prepared anew or refused."""
 
 import json
-import re
 import shutil
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,9 +51,13 @@ def as_before(config: Config) -> Manifest:
 
 def in_format(version: int, config: Config) -> Manifest:
     """Prepares, and makes the folder look as a version of this format left it, in its place."""
-    manifest, folder = prepare(config), prepared_folder(config)
     recipe = recipe_without_beginnings(recipe_of_format(version, make_recipe(config), config))
     assert recipe["format"] == version
+    return _as_if_made_with(recipe, config)
+
+
+def _as_if_made_with(recipe: dict[str, Any], config: Config) -> Manifest:
+    manifest, folder = prepare(config), prepared_folder(config)
     digest = content_digest(recipe, manifest.tokenizer, manifest.splits, manifest.training)
     value = json.loads((folder / MANIFEST_NAME).read_text()) | {"recipe": recipe, "digest": digest}
     (folder / MANIFEST_NAME).write_text(json.dumps(value))
@@ -125,14 +129,40 @@ def test_reading_in_place_goes_on_with_the_keys_tags_and_numbers_of_the_format_t
     assert [row for row in new if row in former and new[row] != former[row]] == [52]
 
 
-def test_a_preparation_that_the_version_before_began_is_refused_where_it_is_named(tmp_path: Path):
+@pytest.mark.parametrize("version", [FORMER_RULES, FORMAT_BEFORE_RULES])
+def test_a_preparation_that_a_version_before_began_is_refused_and_begins_anew_without_its_folder(
+    tmp_path: Path, version: int
+):
     write_text(tmp_path, PAIRS[:50])
-    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine")})
-    work = tmp_path / "mine" / WORK_FOLDER
-    work.mkdir(parents=True)
-    PrepareState(recipe_of_format(FORMER_RULES, make_recipe(config), config)).save(work)
-    with pytest.raises(DataError, match=rf"^{re.escape(str(work.parent))}: .*\n  format: 3 in the folder, 4 now\nPut"):
+    config = config_of(tmp_path, data={"prepared": str(tmp_path / "mine")})
+    folder = tmp_path / "mine"
+    (folder / WORK_FOLDER).mkdir(parents=True)
+    PrepareState(make_recipe(config) | {"format": version}).save(folder / WORK_FOLDER)
+    with pytest.raises(DataError) as refused:
         prepare(config)
+    assert str(refused.value) == (
+        f"{folder}: was begun by a version of this program that prepares format {version}, this one prepares "
+        f"{PREPARED_FORMAT}: remove the folder, and it is prepared anew; or let that version complete it"
+    )
+    shutil.rmtree(folder)
+    assert prepare(config).splits["train"].rows == 50
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_what_a_newer_version_has_made_is_left_to_it(tmp_path: Path, is_complete: bool):
+    write_text(tmp_path, PAIRS[:50])
+    config, newer = config_of(tmp_path, data={"prepared": str(tmp_path / "mine")}), PREPARED_FORMAT + 1
+    if is_complete:
+        _as_if_made_with(make_recipe(config) | {"format": newer}, config)
+    else:
+        (tmp_path / "mine" / WORK_FOLDER).mkdir(parents=True)
+        PrepareState(make_recipe(config) | {"format": newer, "normalization": "?"}).save(tmp_path / "mine" / WORK_FOLDER)
+    with pytest.raises(DataError) as refused:
+        prepare(config)
+    assert str(refused.value) == (
+        f"{tmp_path / 'mine'}: made by a newer version of this program: it has format {newer}, this version makes and reads "
+        f"up to {PREPARED_FORMAT}. Use the newer one."
+    )
 
 
 def test_what_was_prepared_or_begun_by_a_version_that_compared_each_side_with_its_own_stays_as_it_is(tmp_path: Path):
