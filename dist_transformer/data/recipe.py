@@ -80,11 +80,6 @@ def recipe_without_beginnings(recipe: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(recipe), object_hook=left))
 
 
-def recipe_without_modifiers(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recipe whose tokenizer learned from the text as it is, as that of a folder without modifiers did."""
-    return {**recipe, "tokenizer": {key: value for key, value in recipe["tokenizer"].items() if key != "modifiers"}}
-
-
 def recipe_without_corpora(config: Config) -> dict[str, Any]:
     """Returns the part of the recipe that does not need access to the text."""
     inline = inline_tags(config.data)
@@ -107,10 +102,8 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
     """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
     version = found.get("format")
     if isinstance(version, int) and version > PREPARED_FORMAT:
-        raise DataError(
-            f"{folder}: made by a newer version of this program: it has format {version}, this version makes and reads up to "
-            f"{PREPARED_FORMAT}. Use the newer one."
-        )
+        given = f"format {version}, this one reads {PREPARED_FORMAT}"
+        raise DataError(f"{folder}: was made by a newer version of this program ({given}): use that version")
     if lines := differences(found, wanted):
         raise DataError(
             f"{folder}: this folder was prepared with other settings or another text:\n{lines}\n"

@@ -16,8 +16,9 @@ from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.workers import LoaderSettings
-from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
+from dist_transformer.data.manifest import Manifest, content_digest, json_digest, verify_shards
 from dist_transformer.data.prepare.scan import LARGE_GROUP_WINDOWS, load_tokenizer
+from dist_transformer.data.recipe import FORMATS, recipe_of_format
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.files import file_sha256
 from dist_transformer.run.resume_checks import differs, recipe_of_checkpoint, recipe_settings
@@ -109,7 +110,7 @@ class RunData:
         position = position_from_json(checkpoint.state["position"], str(checkpoint.path / STATE))
         lanes_before = len(position.lanes)
         allowed = {"data.lanes"} if lanes_before == self.config.data.reslice_from else set()
-        _refuse_changes(checkpoint, self.recipe(), allowed)
+        _refuse_changes(checkpoint, self._recipe_beside(checkpoint), allowed)
         self._refuse_other_libraries(checkpoint)
         self._refuse_other_shares(checkpoint, position)
         if lanes_before == self.config.data.lanes:
@@ -118,6 +119,17 @@ class RunData:
             position.partition, position.lanes, checkpoint.state["batches"], self.config.data.lanes
         )
         return replace(position, partition=partition, lanes=Position.start(partition).lanes)
+
+    def _recipe_beside(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Returns `recipe`; as of a former format, if the corpus of the checkpoint was of that, and has the same files here.
+        Text in place enters a digest without the rows that its format keeps."""
+        here, wanted = self.manifest, checkpoint.state["recipe"].get("prepared corpus")
+        is_in_place = any(shard.is_in_place for split in here.splits.values() for shard in split.shards)
+        for number in () if is_in_place else FORMATS[1:]:
+            former = recipe_of_format(number, here.recipe, self.config)
+            if content_digest(former, here.tokenizer, here.splits, here.training) == wanted:
+                return replace(self, manifest=replace(here, recipe=former, digest=wanted)).recipe()
+        return self.recipe()
 
     def _refuse_other_libraries(self, checkpoint: Checkpoint) -> None:
         """Refuses changed libraries; those that an older checkpoint does not name are taken as unchanged."""
@@ -187,9 +199,12 @@ def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: 
     if changed:
         lines = [f"  {key}: {before.get(key)} -> {recipe.get(key)}" for key in changed]
         hint = f" Or set data.reslice_from={before.get('data.lanes')} to cut the rest of the epoch into other lanes."
+        folder = flatten(checkpoint.state).get("settings.data.prepared")
+        restore = f"The run has a corpus of another version: restore {folder}, or prepare it with that version"
+        back = restore if "prepared with format" in changed else "Put them back"
         raise CheckpointError(
             f"{checkpoint.path} cannot be resumed, since these have changed:\n" + "\n".join(lines) + "\n"
-            f"Put them back, or give the changed run another run.name.{hint if changed == ['data.lanes'] else ''}"
+            f"{back}, or give the changed run another run.name.{hint if changed == ['data.lanes'] else ''}"
         )
 
 

@@ -54,7 +54,6 @@ from dist_transformer.data.recipe import (
     recipe_of_format,
     recipe_without_beginnings,
     recipe_without_corpora,
-    recipe_without_modifiers,
     refuse_other_recipe,
 )
 from dist_transformer.data.sources.files import has_address, is_text_at_hand
@@ -113,7 +112,7 @@ def prepare(
             _refuse_changed_text(config, folder, state.recipe)
             write_report(folder, config.data.filters.plugin, corpora)
             splits = {name: corpus.split for name, corpus in corpora.items()}
-            return _completed(folder, _manifest(config, state, folder, splits))
+            return _completed(config, state, folder, splits)
     except WorkFinishedError:
         return Manifest.load(folder)
 
@@ -167,7 +166,7 @@ def _complete_manifest(config: Config, folder: Path, read_recipe: ReadRecipe) ->
     manifest = Manifest.load(folder)
     recipe = recipe_of_format(manifest.recipe.get("format"), _recipe_now(config, folder, read_recipe), config)
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
-        recipe = recipe_without_modifiers(recipe)
+        recipe = recipe | {"tokenizer": {key: each for key, each in recipe["tokenizer"].items() if key != "modifiers"}}
     if "beginning_sha256" not in str(manifest.recipe):
         recipe = recipe_without_beginnings(recipe)
     roots = (Path(config.run.root), folder.parent.parent)  # the latter: the run was moved with its corpus
@@ -229,22 +228,13 @@ def _only_process(folder: Path, progress: ReportProgress) -> Iterator[None]:
         lock.release()
 
 
-def _completed(folder: Path, manifest: Manifest) -> Manifest:
+def _completed(config: Config, state: PrepareState, folder: Path, splits: dict[str, Split]) -> Manifest:
     """Writes the manifest, and removes the work folder."""
-    for part in (folder / SHARD_FOLDER, folder / TOKENIZER_FOLDER):
-        for torn in part.glob(".*.tmp"):  # half-written files of killed processes
-            torn.unlink()
-    manifest.save(folder)
-    _clear_away(folder / WORK_FOLDER)
-    return manifest
-
-
-def _manifest(config: Config, state: PrepareState, folder: Path, splits: dict[str, Split]) -> Manifest:
     assert state.tokenizer is not None
     tokenizer = load_tokenizer(folder, state.tokenizer)
     training = tuple(config.data.training_corpora())
     names = ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id")
-    return Manifest(
+    manifest = Manifest(
         digest=content_digest(state.recipe, state.tokenizer, splits, training),
         recipe=state.recipe,
         tokenizer=state.tokenizer,
@@ -255,3 +245,9 @@ def _manifest(config: Config, state: PrepareState, folder: Path, splits: dict[st
         training=training,
         commits=state.commits,
     )
+    for part in (folder / SHARD_FOLDER, folder / TOKENIZER_FOLDER):
+        for torn in part.glob(".*.tmp"):  # half-written files of killed processes
+            torn.unlink()
+    manifest.save(folder)
+    _clear_away(folder / WORK_FOLDER)
+    return manifest

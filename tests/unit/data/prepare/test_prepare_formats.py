@@ -1,7 +1,10 @@
 """Prepared corpora of former formats: used, or continued, as they are; what they cannot do is prepared anew or refused."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,9 @@ from dist_transformer.data.recipe import (
     recipe_without_beginnings,
 )
 from dist_transformer.data.sentences import Sentences
-from dist_transformer.errors import DataError
+from dist_transformer.errors import CheckpointError, DataError
+from dist_transformer.training.checkpoint.checkpoints import Checkpoint
+from dist_transformer.training.run_data import RunData
 
 
 def as_before(config: Config) -> Manifest:
@@ -156,13 +161,53 @@ def test_what_a_newer_version_has_made_is_left_to_it(tmp_path: Path, is_complete
         _as_if_made_with(make_recipe(config) | {"format": newer}, config)
     else:
         (tmp_path / "mine" / WORK_FOLDER).mkdir(parents=True)
-        PrepareState(make_recipe(config) | {"format": newer, "normalization": "?"}).save(tmp_path / "mine" / WORK_FOLDER)
+        PrepareState(make_recipe(config) | {"format": newer, "normalization": "?"}).save(
+            tmp_path / "mine" / WORK_FOLDER
+        )
     with pytest.raises(DataError) as refused:
         prepare(config)
     assert str(refused.value) == (
-        f"{tmp_path / 'mine'}: made by a newer version of this program: it has format {newer}, this version makes and reads "
-        f"up to {PREPARED_FORMAT}. Use the newer one."
+        f"{tmp_path / 'mine'}: was made by a newer version of this program (format {newer}, this one reads "
+        f"{PREPARED_FORMAT}): use that version"
     )
+
+
+@pytest.mark.parametrize("on_the_fly", [False, True])
+@pytest.mark.parametrize("version", [FORMER_RULES, FORMAT_BEFORE_RULES])
+def test_a_run_whose_corpus_of_a_former_format_is_gone_resumes_with_the_same_files_and_with_no_others(
+    tmp_path: Path, version: int, on_the_fly: bool
+):
+    write_text(tmp_path, PAIRS[:50])
+    config = config_of(tmp_path, data={"on_the_fly": on_the_fly})
+    as_former = as_before if version == FORMAT_BEFORE_RULES else partial(in_format, version)
+    former = RunData(config, tmp_path / "gone", as_former(config))
+    state = {"position": former.start().to_json(), "batches": 0, "settings": {"data": {"prepared": str(former.folder)}}}
+    checkpoint = Checkpoint(tmp_path, json.loads(json.dumps(state | {"recipe": former.recipe()})))
+    shutil.rmtree(tmp_path / "runs")
+    now = RunData(config, prepared_folder(config), prepare(config))
+    assert now.manifest.recipe["format"] == PREPARED_FORMAT
+    assert now.position_of(checkpoint) == now.start()
+    shards = (replace(now.manifest.splits["train"].shards[0], sha256="0" * 64),)
+    splits = now.manifest.splits | {"train": replace(now.manifest.splits["train"], shards=shards)}
+    other = RunData(config, now.folder, replace(now.manifest, splits=splits))
+    refused = rf"prepared with format: {version} -> {PREPARED_FORMAT}\nThe run has a corpus of another version: "
+    with pytest.raises(
+        CheckpointError, match=rf"{refused}restore {re.escape(str(former.folder))}, or prepare it with th"
+    ):
+        other.position_of(checkpoint)
+
+
+def test_a_run_that_reads_in_place_does_not_go_on_by_the_rules_of_another_format(tmp_path: Path):
+    pq.write_table(
+        pa.Table.from_pylist([{"en": source, "de": target} for source, target in PAIRS[:50]]), tmp_path / "web.parquet"
+    )
+    config = config_in(tmp_path, PAIRS[:9], {"markup": 0.9}, train={"path": "web.parquet"}, on_the_fly=True)
+    former = RunData(config, tmp_path / "gone", in_format(FORMER_RULES, config))
+    state = {"position": former.start().to_json(), "batches": 0, "recipe": json.loads(json.dumps(former.recipe()))}
+    shutil.rmtree(tmp_path / "runs")
+    now = RunData(config, prepared_folder(config), prepare(config))
+    with pytest.raises(CheckpointError, match=rf"prepared with format: {FORMER_RULES} -> {PREPARED_FORMAT}\n"):
+        now.position_of(Checkpoint(tmp_path, state))
 
 
 def test_what_was_prepared_or_begun_by_a_version_that_compared_each_side_with_its_own_stays_as_it_is(tmp_path: Path):
