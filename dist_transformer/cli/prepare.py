@@ -26,10 +26,13 @@ def prepare_command(run: RunArgument, overrides: Overrides = None, processes: Pr
     folder, manifest = prepare_with_progress(config, stop, processes)
     from dist_transformer.data.prepare.report import REPORT_TEXT_NAME
     from dist_transformer.data.prepare.scan import at_commits
+    from dist_transformer.data.recipe import former_rules_warning
     from dist_transformer.data.sources.cached_text import kept_pairs, texts_to_keep
 
     for corpus, most in texts_to_keep(at_commits(config, manifest.commits)).values():
         kept_pairs(corpus, config.data, most, folder)
     with suppress(FileNotFoundError):
         print((folder / REPORT_TEXT_NAME).read_text(encoding="utf-8"))
+    if warning := former_rules_warning(folder, manifest.recipe):
+        print(warning)
     print(f"prepared corpus: {folder}  (digest {manifest.digest[:12]})")

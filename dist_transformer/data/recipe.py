@@ -56,6 +56,13 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
     return []
 
 
+def former_rules_warning(folder: Path, recipe: dict[str, Any]) -> str:
+    """Returns a warning if a corpus has the rows that the rules of a former format keep, or ""."""
+    said = f"{folder} was prepared by the rules of format {recipe['format']} (held-out text, numbers, markup: see docs/data.md); "
+    said += "for those of this version set data.prepared to another folder"
+    return "" if recipe["format"] == PREPARED_FORMAT else said
+
+
 def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config) -> dict[str, Any]:
     """Returns a recipe as one of FORMATS has it; unchanged if the user asks for what that could not do."""
     data = config.data
@@ -102,8 +109,7 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
     """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
     version = found.get("format")
     if isinstance(version, int) and version > PREPARED_FORMAT:
-        given = f"format {version}, this one reads {PREPARED_FORMAT}"
-        raise DataError(f"{folder}: was made by a newer version of this program ({given}): use that version")
+        raise DataError(f"{folder}: of a newer version (format {version}, this reads {PREPARED_FORMAT}): use that one")
     if lines := differences(found, wanted):
         raise DataError(
             f"{folder}: this folder was prepared with other settings or another text:\n{lines}\n"

@@ -121,11 +121,10 @@ class RunData:
         return replace(position, partition=partition, lanes=Position.start(partition).lanes)
 
     def _recipe_beside(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Returns `recipe`; as of a former format, if the corpus of the checkpoint was of that, and has the same files here.
-        Text in place enters a digest without the rows that its format keeps."""
+        """Returns `recipe`; as of a former format, if the checkpoint's corpus was of that, and has the same files here."""
         here, wanted = self.manifest, checkpoint.state["recipe"].get("prepared corpus")
         is_in_place = any(shard.is_in_place for split in here.splits.values() for shard in split.shards)
-        for number in () if is_in_place else FORMATS[1:]:
+        for number in () if is_in_place else FORMATS[1:]:  # files in place are read by the rules of this one
             former = recipe_of_format(number, here.recipe, self.config)
             if content_digest(former, here.tokenizer, here.splits, here.training) == wanted:
                 return replace(self, manifest=replace(here, recipe=former, digest=wanted)).recipe()
@@ -156,8 +155,7 @@ class RunData:
 
 
 def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
-    """Opens the data of a run; raises DataError if shards are missing or there are fewer pairs than lanes, or if the
-    tokenizer is another one."""
+    """Opens the data of a run. DataError: shards are missing, fewer pairs than lanes, or the tokenizer is another one."""
     verify_shards(folder, manifest)
     _refuse_other_tokenizer(folder, manifest)
     rows = sum(manifest.splits[name].rows for name in manifest.training)

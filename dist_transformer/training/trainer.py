@@ -21,7 +21,7 @@ from dist_transformer.config.model_size import (
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
 from dist_transformer.data.loader.mixture import refuse_undrawn
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.recipe import not_held_out
+from dist_transformer.data.recipe import former_rules_warning, not_held_out
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.plugin import build_plugin
@@ -73,7 +73,7 @@ def train(run: Run) -> tuple[bool, int]:
     origin = _load_initial_weights(run, objective, checkpoint)
     if run.config.model.positions == "marian" and run.config.model.plugin is None:
         objective.model.keep_start_at_zero(run.manifest.bos_id)
-    run_on_rank_zero(run.ranks, lambda: _warn_of_held_out(run), run.doing("looking at what was held out"))
+    run_on_rank_zero(run.ranks, lambda: _warn_of_held_out(run, checkpoint), run.doing("looking at what was held out"))
     state = _train_state(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
     changes = compare_and_report(run, checkpoint)
@@ -180,7 +180,9 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
     return engine
 
 
-def _warn_of_held_out(run: Run) -> None:
+def _warn_of_held_out(run: Run, checkpoint: Checkpoint | None) -> None:
+    if checkpoint is None and (warning := former_rules_warning(run.data.folder, run.manifest.recipe)):
+        log.warning("data       %s", warning)
     if names := ", ".join(f"data.{name}" for name in not_held_out(run.config.data, run.manifest.recipe)):
         log.warning("data       %s: not held out of the text that was prepared before: may be trained on", names)
 

@@ -5,11 +5,15 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from running import Command, records, wait_for_start, wait_for_step
 from safetensors.torch import load_file
+
+from dist_transformer.data.manifest import Manifest, content_digest
+from dist_transformer.data.recipe import FORMER_RULES
 
 pytestmark = pytest.mark.slow
 
@@ -206,3 +210,23 @@ def test_a_killed_rank_leaves_no_loader_process_behind(command: Command):
     wait_for_step(run, 3)
     process.kill()
     process.communicate(timeout=30)  # returns when every process that holds its output has ended
+
+
+def test_the_first_start_and_prepare_name_a_corpus_of_former_rules_and_its_run_resumes_without_it(
+    command: Command, tmp_path: Path
+):
+    given = ("small.yaml", f"run.root={tmp_path}", f"data.prepared={tmp_path}/mine")
+    rules = f"{tmp_path}/mine was prepared by the rules of format {FORMER_RULES} "
+    assert "by the rules of" not in command("prepare", *given)
+    made = Manifest.load(tmp_path / "mine")
+    recipe = made.recipe | {"format": FORMER_RULES}
+    digest = content_digest(recipe, made.tokenizer, made.splits, made.training)
+    replace(made, recipe=recipe, digest=digest).save(tmp_path / "mine")
+    assert rules in command("prepare", *given)
+    command("train", *given, "training.max_steps=4", "--ranks", 2)
+    shutil.rmtree(tmp_path / "mine")
+    command("train", *given, "training.max_steps=5", "--ranks", 2)
+    assert [r["step"] for r in records(tmp_path / "small")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "small" / "train.log").read_text(encoding="utf-8").count(rules) == 1
+    assert Manifest.load(tmp_path / "mine").digest == made.digest
+    command("train", *given, "training.max_steps=6")

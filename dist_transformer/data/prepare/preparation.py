@@ -95,7 +95,8 @@ def prepare(
         _clear_away(folder / WORK_FOLDER)  # the process that completed it was killed
         return manifest
     recipe()  # the errors of the text come before anything is written
-    check_output(folder, "a prepared corpus", _is_begun)
+    begun = folder / LOCK_NAME, folder / WORK_FOLDER / STATE_NAME
+    check_output(folder, "a prepared corpus", lambda _: any(map(Path.is_file, begun)))
     threads = threads or len(os.sched_getaffinity(0))
     with _only_process(folder, progress):
         if manifest := _complete_manifest(config, folder, recipe):
@@ -111,8 +112,7 @@ def prepare(
             progress("report", 0, None)
             _refuse_changed_text(config, folder, state.recipe)
             write_report(folder, config.data.filters.plugin, corpora)
-            splits = {name: corpus.split for name, corpus in corpora.items()}
-            return _completed(config, state, folder, splits)
+            return _completed(config, state, folder, {name: corpus.split for name, corpus in corpora.items()})
     except WorkFinishedError:
         return Manifest.load(folder)
 
@@ -206,10 +206,6 @@ def _clear_away(work: Path) -> None:
         found = [str(each.relative_to(work)) for each in work.rglob("*")]
         if found and all(map(_PART_OF_WORK.fullmatch, found)):
             shutil.rmtree(work, ignore_errors=True)
-
-
-def _is_begun(folder: Path) -> bool:
-    return (folder / LOCK_NAME).is_file() or (folder / WORK_FOLDER / STATE_NAME).is_file()
 
 
 @contextmanager

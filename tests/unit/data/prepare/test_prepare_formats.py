@@ -167,8 +167,7 @@ def test_what_a_newer_version_has_made_is_left_to_it(tmp_path: Path, is_complete
     with pytest.raises(DataError) as refused:
         prepare(config)
     assert str(refused.value) == (
-        f"{tmp_path / 'mine'}: was made by a newer version of this program (format {newer}, this one reads "
-        f"{PREPARED_FORMAT}): use that version"
+        f"{tmp_path / 'mine'}: of a newer version (format {newer}, this reads {PREPARED_FORMAT}): use that one"
     )
 
 
