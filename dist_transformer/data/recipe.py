@@ -107,8 +107,7 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
 
 def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
-    version = found.get("format")
-    if isinstance(version, int) and version > PREPARED_FORMAT:
+    if isinstance(version := found.get("format"), int) and version > PREPARED_FORMAT:
         raise DataError(f"{folder}: of a newer version (format {version}, this reads {PREPARED_FORMAT}): use that one")
     if lines := differences(found, wanted):
         raise DataError(

@@ -196,6 +196,7 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     # As versions before counted them: a node that they have made is not made again.
     texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of")
     texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
+    texts += [text.replace('"matrices": "adam", ', "") for text in texts]  # from before there was another choice
     former = [json_digest(each) for one in texts for each in (one.replace(str(root), ""), _moved(one, root))]
     counted = before_of.get("settings") if isinstance(before_of, dict) else None
     made_of = {
