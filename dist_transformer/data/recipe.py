@@ -58,9 +58,11 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
 
 def former_rules_warning(folder: Path, recipe: dict[str, Any]) -> str:
     """Returns a warning if a corpus has the rows that the rules of a former format keep, or ""."""
-    said = f"{folder} was prepared by the rules of format {recipe['format']} (held-out text, numbers, markup: see docs/data.md); "
-    said += "for those of this version set data.prepared to another folder"
-    return "" if recipe["format"] == PREPARED_FORMAT else said
+    version, about = recipe.get("format"), "held-out text, numbers, markup: see docs/data.md"
+    said = (
+        f"{folder} was prepared by the rules of format {version} ({about}); for those of this version set data.prepared"
+    )
+    return "" if version == PREPARED_FORMAT else f"{said} to another folder"
 
 
 def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config) -> dict[str, Any]:
