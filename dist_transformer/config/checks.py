@@ -158,11 +158,6 @@ def _check_step(training: Any) -> Iterator[str]:
         yield (
             "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3, which gathers weights within the layers"
         )
-    if training.compile_layers and training.lanes_per_pass > 1:
-        yield (
-            f"training.compile_layers: true needs training.lanes_per_pass: 1, got {training.lanes_per_pass}: each number of "
-            "lanes in a pass would be compiled anew. For larger passes raise data.max_tokens and lower data.lanes"
-        )
     if training.compile_layers and training.guided_alignment:
         yield "training.guided_alignment: reads what is within a layer; it needs training.compile_layers: false"
     if training.audit_share and (training.zero_stage == 3 or training.offload != "none"):

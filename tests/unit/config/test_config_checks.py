@@ -152,14 +152,6 @@ def test_same_bits_cannot_be_had_with_what_depends_on_the_layout(path, other, sa
     assert f"training.same_bits: true needs {said}" in one_problem_of(path, *given, f"training.{other}")
 
 
-def test_layers_are_not_compiled_anew_for_each_number_of_lanes_in_a_pass(path):
-    given = ["training.compile_layers=true", "training.zero_stage=1"]
-    assert "training.compile_layers: true needs training.lanes_per_pass: 1, got 4" in one_problem_of(
-        path, *given, "training.lanes_per_pass=4"
-    )
-    assert load_config(path, given)
-
-
 @pytest.mark.parametrize(("offload", "stage"), [("none", 0), ("optimizer", 1), ("optimizer_and_parameters", 3)])
 def test_what_the_stage_does_not_shard_cannot_be_offloaded(path, offload, stage):
     given = ["training.precision=fp32", f"training.offload={offload}"]

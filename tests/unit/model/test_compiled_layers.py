@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_joined_batches import VOCABULARY, Batch, batches_of
+from test_joined_batches import VOCABULARY, Batch, batches_of, end_to_end
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.model.transformer import Shapes, Transformer
 from dist_transformer.training.engine.objective import Objective
 
 SHAPES = [(3, 5, 7), (4, 2, 8), (5, 17, 30), (8, 8, 8), (16, 3, 3), (7, 40, 41), (2, 16, 16), (9, 33, 2), (30, 24, 8)]
@@ -38,9 +38,9 @@ def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return plain, compiled
 
 
-def loss_and_gradient(model: Transformer, sides: Batch) -> tuple[float, torch.Tensor]:
+def loss_and_gradient(model: Transformer, sides: Batch, shapes: Shapes | None) -> tuple[float, torch.Tensor]:
     model.zero_grad()
-    loss, _ = model.loss(*sides, 0.1, None)
+    loss, _ = model.loss(*sides, 0.1, None, shapes)
     loss.backward()
     return float(loss.detach()), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
@@ -57,13 +57,30 @@ def test_losses_and_gradients_are_those_without_a_compiler_for_all_shapes_with_f
     is_short = models[0].encoder_layers[0].feed_forward.inner.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
     for shape in SHAPES:
         (batch,) = batches_of([shape])
-        expected, found = (loss_and_gradient(model, batch) for model in models)
+        expected, found = (loss_and_gradient(model, batch, None) for model in models)
         tolerance = 2e-2 if is_short else 1e-4
         assert found[0] == pytest.approx(expected[0], rel=tolerance)
         assert float((found[1] - expected[1]).norm() / expected[1].norm()) < tolerance
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[0], "a shape was compiled anew"
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("models", ["fp32"], indirect=True)
+def test_joined_batches_are_compiled_once_for_all_shapes(models: tuple[Transformer, Transformer]) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    graphs = []
+    for number in range(0, len(SHAPES) - 1, 2):
+        shapes = SHAPES[number : number + 2]
+        sides = end_to_end(batches_of(shapes))
+        expected, found = (loss_and_gradient(model, sides, shapes) for model in models)  # type: ignore[arg-type]
+        assert found[0] == pytest.approx(expected[0], rel=1e-4)
+        assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-4
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[0], "a shape was compiled anew"
 
 
 def test_python_without_its_headers_is_refused_before_anything_is_compiled(
