@@ -30,9 +30,6 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
         address_of(checked.tracking)  # raises if the variable holds no address
     parameters = count_parameters(with_counted_pieces(checked))
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
-    corpora = (*checked.data.training_corpora().values(), *checked.data.held_out_corpora().values())
-    for name in dict.fromkeys(each.hub for each in corpora if each.hub and each.revision is None):
-        print(f"warning: {name} is prepared as it is on the Hub then; a commit as `revision` says which text that is")
     print(
         f"{config}: no problem found. Run {checked.run.root}/{checked.run.name}: {parameters:,} parameters, "
         f"{checked.data.lanes} lanes of {checked.data.max_tokens} tokens a step, {num_ranks} ranks in a Slurm job."

@@ -89,11 +89,12 @@ def goodput_of(run_dir: RunDir, now: float, counted: Counted | None = None) -> G
     if not starts:
         return None
     for start, before in zip(starts, counted.starts, strict=False):
-        start.spent, start.ended = before.spent, max(start.ended, before.ended)
-    for record, end in read_records_from(run_dir.metrics, counted.offset, ("train",)):
+        start.spent, start.ended = {**before.spent}, max(start.ended, before.ended)
+    end = counted.offset
+    for record, after in read_records_from(run_dir.metrics, counted.offset, ("train",)):
         _count(record, starts)
-        counted.offset = end
-    counted.starts = [replace(start, spent={**start.spent}) for start in starts]
+        end = after
+    counted.offset, counted.starts = end, [replace(start, spent={**start.spent}) for start in starts]
     _move_overlaps(starts)
     for start in starts:
         start.spent |= {"start": start.trained - start.began, "lost" if start.has_died else "other": start.rest}

@@ -172,6 +172,8 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
     run.watchdog.progress("building the engine")
     if run.training.compile_layers:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.run_dir.compiled))  # read by torch's compiler
+        if lanes_of_pass(run.config.data.lanes, run.training, run.ranks.num_ranks) > 1 and run.ranks.rank == 0:
+            log.warning("compile    each number of lanes in a pass is compiled anew: better training.lanes_per_pass=1")
     with explaining_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:

@@ -76,15 +76,6 @@ def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_pat
     assert "no problem found" in command("config", "check", path, f"data.root={tmp_path}", *first)
 
 
-def test_a_dataset_of_the_hub_without_a_revision_is_warned_of(command, tmp_path):
-    corpora = ("data.train.hub=me/pairs", "data.validation.hub=me/pairs", "data.validation.split=validation")
-    (tmp_path / "hub.yaml").write_text("data: {train: {}, validation: {}}\n", encoding="utf-8")
-    said = command("config", "check", tmp_path / "hub.yaml", *corpora)
-    assert said.count("warning: me/pairs is prepared as it is on the Hub then") == 1
-    pinned = [f"data.{name}.revision=1a2b" for name in ("train", "validation")]
-    assert "warning" not in command("config", "check", tmp_path / "hub.yaml", *corpora, *pinned)
-
-
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs" / "pipeline").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_pipeline_is_without_a_problem(command, path, tmp_path):
     for name in ("train", "validation", "test", "mono"):

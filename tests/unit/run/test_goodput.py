@@ -1,15 +1,18 @@
 """Goodput: every second of a run is in one class, whatever ended its starts."""
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dist_transformer.run import goodput as goodput_module
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, Counted, Goodput, goodput_of, goodput_text, rows_of
+from dist_transformer.run.metrics_log import read_records_from
 
 Record = Mapping[str, Any]
 
@@ -136,10 +139,21 @@ def test_a_run_that_trains_is_counted_up_to_now_and_one_that_was_killed_up_to_it
     assert goodput(run_dir, 2000).total == pytest.approx(1000)
 
 
-def test_log_lines_that_were_counted_before_are_not_read_again_and_come_to_the_same(run_dir: RunDir) -> None:
+def one_record_then_an_error(*arguments: Any) -> Iterator[Any]:
+    yield next(read_records_from(*arguments))
+    raise OSError(errno.EIO, "a disk")
+
+
+def test_log_lines_that_were_counted_before_are_not_read_again_and_come_to_the_same(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(run_dir.history, start(1000, 0, 990), end(1050, 7, "stopped"), start(1100, 7, 1095))
     write(run_dir.metrics, train(1040, 6, 40, wait=3))
     counted = Counted()
+    with monkeypatch.context() as failing:
+        failing.setattr(goodput_module, "read_records_from", one_record_then_an_error)
+        with pytest.raises(OSError):
+            goodput_of(run_dir, 5000, counted)
     for step, seconds in (
         (10, 55),
         (20, 80),
