@@ -1,5 +1,7 @@
-"""data inspect | audit | clean: look at the training data, prove that every row was used as planned, write clean text."""
+"""prepare: makes a prepared corpus of text, once, by one process or many. data inspect | audit | clean: look at the training
+data, prove that every row was used as planned, write clean text."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ from dist_transformer.cli.arguments import ConfigArgument, Overrides, RunArgumen
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
+from dist_transformer.processes.stop_request import StopRequest
 
 app = typer.Typer(help="Look at the data of a run, check how it was used, or clean its text.", no_args_is_help=True)
 
@@ -24,6 +27,35 @@ NumRows = Annotated[int, typer.Option("--rows", min=0, help="Rows to print as te
 Lane = Annotated[
     int | None, typer.Option(min=0, help="Lane of these rows; default: the first that has some.", show_default=False)
 ]
+Processes = Annotated[
+    int, typer.Option(min=1, help="Processes on this machine that share the work; as many as it has cores is fastest.")
+]
+
+
+def prepare_command(run: RunArgument, overrides: Overrides = None, processes: Processes = 1) -> None:
+    """Filter, tokenize and shuffle the corpora of a configuration into shards; `train` does it by itself if need be.
+
+    Start it as often as you like, on any machines that see the same disk: all share the work. Started again after a
+    stop, it continues with the unfinished part.
+    """
+    from dist_transformer.data.prepare.progress import prepare_with_progress
+
+    config, _ = read_run(run, overrides)
+    stop = StopRequest()
+    stop.listen()
+    folder, manifest = prepare_with_progress(config, stop, processes)
+    from dist_transformer.data.prepare.report import REPORT_TEXT_NAME
+    from dist_transformer.data.prepare.scan import at_commits
+    from dist_transformer.data.recipe import former_rules_warning
+    from dist_transformer.data.sources.cached_text import kept_pairs, texts_to_keep
+
+    for corpus, most in texts_to_keep(at_commits(config, manifest.commits)).values():
+        kept_pairs(corpus, config.data, most, folder)
+    with suppress(FileNotFoundError):
+        print((folder / REPORT_TEXT_NAME).read_text(encoding="utf-8"))
+    if warning := former_rules_warning(folder, manifest.recipe):
+        print(warning)
+    print(f"prepared corpus: {folder}  (digest {manifest.digest[:12]})")
 
 
 @app.command("inspect")
