@@ -69,8 +69,7 @@ def inspect_command(
     """
     from dist_transformer.data.prepare.progress import prepare_with_progress
     from dist_transformer.data.prepare.scan import load_tokenizer
-    from dist_transformer.training.batch_tables import print_batch, print_rows
-    from dist_transformer.training.inspect_batch import batch_of_step
+    from dist_transformer.training.inspect_batch import batch_of_step, print_batch, print_rows
     from dist_transformer.training.run_data import open_run_data
 
     config, run_dir = read_run(run, overrides)
