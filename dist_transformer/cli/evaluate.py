@@ -122,7 +122,10 @@ def evaluate_command(
         metric.load()  # its errors are reported before hours of translating
     if run is None:
         assert hypothesis is not None
-        _score_file(hypothesis, source, references or [], code, tokenised, metric)
+        read = _read_files(hypothesis, [*(references or []), *([] if source is None else [source])])
+        pairs = Pairs([] if source is None else read.references.pop(), read.references)
+        print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
+        _print_scores(_measured(read.sources, pairs, code, tokenised, metric))
         return
     found = scored(
         run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, code, **search
@@ -231,14 +234,20 @@ def _files_to_score(folder: Path, source: Path, references: Sequence[Path]) -> _
 
 
 def _corpus_to_score(folder: Path, split: str, run: tuple[Config, RunDir] | None) -> _Text:
-    """Reads a corpus of the run; UserError for a model folder, which has none."""
+    """Reads a corpus of the run. UserError: it has none of that name, or is a model folder, which has none at all."""
     from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.data.sources.text import tag_prefix
 
     if run is None:
         raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
     data = run[0].data
-    corpus = _corpus_of(data, split, folder)
+    given = {key.removeprefix("more_validation."): corpus for key, corpus in data.held_out_corpora().items()}
+    if (corpus := given.get(split)) is None:
+        where = f"data.{split}" if split in ("test", "validation") else f"data.more_validation.{split}"
+        raise UserError(
+            f"{where} is not given in {folder / 'config.yaml'}: nothing to score; give --source and --reference, or one of "
+            f"the corpora that are there with --split: {', '.join(given) or 'none'}"
+        )
     sources, lines = read_pairs(corpus, data)
     return _Text(split, Pairs(sources, [lines]), data.languages_of(corpus)[1], tag_prefix(corpus.tags))
 
@@ -264,21 +273,6 @@ def _modified(text: _Text, modifier: str) -> Pairs:
     rows = RowSlice(0, 0, 0, len(sources))
     Modifiers({modifier: 1.0}, SEED_OF_MODIFIERS, text.prefix).modify(rows, range(len(sources)), sources, references)
     return Pairs(sources, [references])
-
-
-def _score_file(
-    hypothesis: Path,
-    source: Path | None,
-    references: Sequence[Path],
-    language: str,
-    tokenised: Tokenised | None,
-    metric: Plugin | None,
-) -> None:
-    """Scores translations that somebody else made, and prints what `_measured` returns."""
-    read = _read_files(hypothesis, [*references, *([] if source is None else [source])])
-    pairs = Pairs([] if source is None else read.references.pop(), read.references)
-    print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
-    _print_scores(_measured(read.sources, pairs, language, tokenised, metric))
 
 
 def _print_and_write(found: Scored, engine: Engine, output: Path | None) -> None:
@@ -368,15 +362,3 @@ def report_to_mlflow(found: Scored) -> None:
             problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:
         print(f"not reported to MLflow: {problem}", file=sys.stderr)
-
-
-def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:
-    """The corpus named by --split."""
-    given = {key.removeprefix("more_validation."): corpus for key, corpus in data.held_out_corpora().items()}
-    if (corpus := given.get(split)) is None:
-        where = f"data.{split}" if split in ("test", "validation") else f"data.more_validation.{split}"
-        raise UserError(
-            f"{where} is not given in {run / 'config.yaml'}: nothing to score; give --source and --reference, or one of the "
-            f"corpora that are there with --split: {', '.join(given) or 'none'}"
-        )
-    return corpus

@@ -30,20 +30,16 @@ def preflight_command(
     if not 0 < tolerance <= 1:
         raise UserError(f"--tolerance: expected a share above 0 and at most 1, got {tolerance:g}; give another")
     if num_ranks_given():
-        _measure_as_rank(folder, run_folder or folder, seconds)
+        end = time.monotonic() + seconds
+        from dist_transformer.preflight.measure import limit_own_time, measure
+
+        limit_own_time(seconds)
+        code = measure(folder, run_folder or folder, end)
+        sys.stdout.flush()
+        os._exit(code)  # destroying a failed group could wait for ranks that never join
     from dist_transformer.preflight.report import begin_anew, main
 
     begin_anew(folder)
     arguments = ["--folder", str(folder), "--run-folder", str(run_folder or folder), "--seconds", str(seconds)]
     start_local_ranks(arguments, ranks, program=[sys.executable, "-m", "dist_transformer", "preflight"])
     sys.exit(main([str(folder), str(tolerance)]))
-
-
-def _measure_as_rank(folder: Path, run_folder: Path, seconds: int) -> None:
-    end = time.monotonic() + seconds
-    from dist_transformer.preflight.measure import limit_own_time, measure
-
-    limit_own_time(seconds)
-    code = measure(folder, run_folder, end)
-    sys.stdout.flush()
-    os._exit(code)  # destroying a failed group could wait for ranks that never join

@@ -7,7 +7,7 @@ comparisons with papers that used their own tokenised text, such as "Attention I
 import functools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Literal
 
@@ -90,7 +90,10 @@ def tokenised_scores(
         name = f"moses-{language}-{version('sacremoses')}"
     else:
         name = "spaces"
-    split = [_with_compounds_split(lines) for lines in (hypotheses, *references)]
+    # "rich-text format" becomes "rich ##AT##-##AT## text format"; of "a-b-c" the first hyphen only, as by that script.
+    split = [
+        [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines] for lines in (hypotheses, *references)
+    ]
     whole = _multi_bleu("bleu_tokenised", hypotheses, references, name)
     return whole | _multi_bleu("bleu_compound_split", split[0], split[1:], f"{name}-compounds")
 
@@ -103,11 +106,6 @@ def _multi_bleu(
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
     score = bleu.corpus_score(hypotheses, references).score
     return {key: score, f"{key}_signature": str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")}
-
-
-def _with_compounds_split(lines: Iterable[str]) -> list[str]:
-    """Turns "rich-text format" into "rich ##AT##-##AT## text format"; in "a-b-c" the first hyphen, as that script."""
-    return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
 def _check_lengths(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:

@@ -51,7 +51,10 @@ def import_marian(source: Path, out: Path) -> None:
     settings = read_settings(source / CONFIG)
     config, ids = settings.config, settings.ids
     sides = import_vocabulary(source, settings.sizes, settings.share_encoder_decoder_embeddings, ids)
-    weights = from_marian(_read_weights(source), config, sides[0][1], sides[1][1])
+    file = next((source / name for name in (WEIGHTS, PICKLED_WEIGHTS) if (source / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{source}: no weights, expected {WEIGHTS} or {PICKLED_WEIGHTS}.")
+    weights = from_marian(read_tensors(file), config, sides[0][1], sides[1][1])
     names = read_tokenizer_names(source)
     languages, how = (names["source_lang"], names["target_lang"]), "imported from a MarianMTModel of Hugging Face"
     save_imported(out, weights, config, sides, ids, languages, how)
@@ -99,13 +102,6 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
         write_json(folder / CONFIG, _marian_config(config, information, num_source, num_target))
         write_json(folder / GENERATION, _generation_config(information))
         write_text(folder / CARD, exported_card("marian", card_of(loaded), asdict(information)))
-
-
-def _read_weights(source: Path) -> dict[str, Tensor]:
-    for name in (WEIGHTS, PICKLED_WEIGHTS):
-        if (source / name).is_file():
-            return read_tensors(source / name)
-    raise CheckpointError(f"{source}: no weights, expected {WEIGHTS} or {PICKLED_WEIGHTS}.")
 
 
 def refuse_others(config: ModelConfig, allowed: Mapping[str, Sequence[str]], others: Sequence[str] = ()) -> None:

@@ -67,21 +67,16 @@ def write_final_model(
     part = "ema" if choice.kind == "ema" else "weight"
     weights = average_weights([Weights(path, part) for path in used], partial(show, "averaging"))
     made_of = f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
-    origin = Origin(f"{made_of} of the run {run_dir.name}", [*_corpora_in_words(manifest)])
+    corpora = [  # without paths, which may be private
+        f"{'trained on' if name in manifest.training else 'validated on'} `{name}`: {split.rows:,} pairs of "
+        f"{split.read_rows:,} read, {split.source_tokens:,} source and {split.target_tokens:,} target tokens"
+        for name, split in manifest.splits.items()
+    ]
+    origin = Origin(f"{made_of} of the run {run_dir.name}", corpora)
     tokenizer = TokenizerFiles(prepared / files.source, target)
     plugin = None if config.model.plugin is None else run_dir.plugin
     save_model_folder(output, weights, config.model, tokenizer, information, origin, plugin)
     return made_of
-
-
-def _corpora_in_words(manifest: Manifest) -> Iterator[str]:
-    """Yields a line for each prepared corpus, without paths, which may be private."""
-    for name, split in manifest.splits.items():
-        use = "trained on" if name in manifest.training else "validated on"
-        yield (
-            f"{use} `{name}`: {split.rows:,} pairs of {split.read_rows:,} read, {split.source_tokens:,} source and "
-            f"{split.target_tokens:,} target tokens"
-        )
 
 
 def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str, last: int) -> list[Path]:
