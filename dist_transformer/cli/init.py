@@ -163,7 +163,6 @@ def _surveyed(data: DataConfig) -> "Survey":
 
 
 def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> int:
-    """Returns the number of pairs of each split."""
     most = len(found.sample) // 4
     proposed = min(MOST_HELD_OUT, most, found.pairs // HELD_OUT_PART)
     each: int = questions.ask("pairs held out for validation, and for the test", given, proposed)

@@ -74,7 +74,6 @@ def _explained(name: str, problem: Mapping[str, Any]) -> str:
 
 
 def _problems(settings: DecodingConfig) -> Iterator[str]:
-    """Yields a problem for settings that exclude each other."""
     if settings.sampling:
         return
     if settings.n_best > settings.beam_size:

@@ -276,7 +276,6 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> Iterator[str]:
 
 
 def _check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
-    """Checks the metric, the ends of a run that depend on it, and the plug-in."""
     yield from _metric_problems(validation, data)
     if corpus_and_measure(validation.metric)[0] is None and data.validation is None:
         for key in ("patience", "target"):

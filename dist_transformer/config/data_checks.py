@@ -128,7 +128,6 @@ def corpus_files(data: DataConfig, after_scores: str = "") -> Iterator[str]:
 
 
 def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:
-    """Yields every corpus with its key path."""
     above = "data" if data.mixture is None else "data.mixture.corpora"
     yield from ((f"{above}.{name}", corpus) for name, corpus in data.training_corpora().items())
     yield from ((f"data.{name}", corpus) for name, corpus in data.held_out_corpora().items())

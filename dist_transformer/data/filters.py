@@ -275,7 +275,6 @@ def _numbers(text: str, least: int, form: re.Pattern[str]) -> set[str]:
 
 @cache
 def _plugin(given: str) -> tuple[Plugin, KeepPair]:
-    """Loads the user's rule, once in a process."""
     plugin = find("data.filters.plugin", given)
     return plugin, plugin.load()
 

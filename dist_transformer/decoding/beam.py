@@ -111,7 +111,6 @@ class BeamSearch:
         return self.results
 
     def _step(self) -> None:
-        """Decodes one more token of every live hypothesis."""
         parent_NC, token_NC, candidate_NC = self._candidates()
         self.length += 1
         candidate_NCT = torch.cat([_gather_rows(self.live_token_NKT, parent_NC), token_NC[..., None]], 2)

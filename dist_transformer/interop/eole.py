@@ -109,7 +109,6 @@ def _pieces(listed: Any, path: Path) -> list[str]:
 
 
 def _special(vocabulary: Mapping[str, Any], target: list[str], path: Path) -> tuple[SpecialTokens, str]:
-    """The special ids, and the name of the unknown piece."""
     names = {"unk_token": "<unk>", "pad_token": "<blank>", "bos_token": "<s>", "eos_token": "</s>"}
     names |= {name: str(text) for name, text in _section(vocabulary, "specials", path).items() if name in names}
     names["bos_token"] = str(vocabulary.get("decoder_start_token") or names["bos_token"])

@@ -139,7 +139,6 @@ def _reordered(tensor: Tensor, axes: Sequence[int], order_D: Tensor) -> Tensor:
 
 
 def _take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """The first of these tensors that exists."""
     for name in names:
         if name in tensors:
             return tensors[name]

@@ -241,7 +241,6 @@ def _existing(path: Path) -> Path:
 
 
 def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
-    """Raises ValueError for sizes that no model can have."""
     rows = min(information.source_vocabulary, information.target_vocabulary)
     for name in ("pad_id", "bos_id", "eos_id"):
         if not 0 <= (value := getattr(information, name)) < rows:

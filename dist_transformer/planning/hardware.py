@@ -53,7 +53,6 @@ class Hardware:
 
 
 def _gpu(memory_gb: float, half: float, single: float, bandwidth: float, link: float, network: float) -> Hardware:
-    """A row of the table below."""
     return Hardware(
         memory_gb=Constant(memory_gb, DATA_SHEET),
         half_tflops=Constant(half, DATA_SHEET),

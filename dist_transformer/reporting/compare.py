@@ -94,7 +94,6 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
 
 
 def _prepared_text(prepared: PreparedCorpus | None) -> str:
-    """The digest of a prepared corpus, and its training pairs."""
     if prepared is None or not prepared.digest:
         return NOTHING
     corpora = [each for each in prepared.report.get("corpora", {}).values() if isinstance(each, dict)]

@@ -48,7 +48,6 @@ def _of_corpus(story: RunStory, prefix: str) -> Validations:
 
 
 def _measured_on(story: RunStory, corpus: str, measures: list[str]) -> Iterator[str]:
-    """Yields the text and the search of each measure."""
     translated = [key for key in measures if key in TRANSLATION_MEASURES]
     if translated and (search := search_text({"beam_size": story.settings.get("validation.beam_size")})):
         most = story.settings.get("validation.max_sentences")

@@ -209,7 +209,6 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _boot() -> str:
-    """Identifier of this boot of this machine."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return platform.node()

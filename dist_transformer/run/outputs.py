@@ -160,7 +160,6 @@ def is_own_run(run_dir: RunDir) -> bool:
 
 
 def _is_free(path: Path, found: os.stat_result, is_file: bool) -> bool:
-    """True if the path is empty, and of the right kind."""
     if stat.S_ISDIR(found.st_mode):
         return not is_file and not any(path.iterdir())
     return is_file and found.st_size == 0

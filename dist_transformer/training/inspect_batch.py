@@ -175,7 +175,6 @@ def _beyond_the_end(setting: str, value: int, last: int) -> UserError:
 
 
 def _refuse_other_lanes(data: RunData, step: int, beginning: Checkpoint | None, following: Checkpoint) -> None:
-    """Refuses a step that was trained with other lanes than now."""
     lanes, before = data.config.data.lanes, data.config.data.reslice_from
     had = len(following.state["position"]["lanes"])
     if had != lanes:

@@ -147,7 +147,6 @@ class _Recorder:
             self._written(path)
 
     def _lines(self, averages: Iterable[Any]) -> list[str]:
-        """Returns what was measured, the duration of a step, and the table of its parts."""
         ranks, plain = self._run.ranks, self._clocks[WARM_UP_STEPS : WARM_UP_STEPS + PLAIN_STEPS + 1]
         wall, cpu = (median(b - a for a, b in itertools.pairwise(c)) for c in zip(*plain, strict=True))
         found = {one.key.removeprefix(PREFIX): one for one in averages if one.device_type.name == "CPU"}

@@ -302,7 +302,6 @@ def _clipped(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans in order, adjacent ones merged."""
     merged: list[Span] = []
     for first, last in sorted(spans):
         if merged and merged[-1][1] == first:

@@ -100,7 +100,6 @@ class WindowStream:
         return window
 
     def _receive(self, awaited: WindowRequest, deadline: float) -> None:
-        """Receives the window that was requested first."""
         process = self._asked.popleft()
         try:
             request, window = process.next_built(deadline - time.monotonic())

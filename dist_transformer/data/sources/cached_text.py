@@ -44,7 +44,6 @@ def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder:
 
 
 def _digest(corpus: CorpusConfig, data: DataConfig, most: int | None) -> str:
-    """Returns the digest of all settings that determine the text."""
     keys = {"root", "source_language", "target_language", "normalization"}
     settings: dict[str, Any] = {**data.model_dump(mode="json", include=keys), "most": most}
     return json_digest({**settings, "corpus": corpus.model_dump(mode="json")})[:16]
