@@ -27,7 +27,6 @@ from dist_transformer.model.layers import AddAndNorm, FeedForward
 INFORMATION = "dist_transformer.json"
 LONGEST_TOKENS = 1024
 """Positions written into the exported model if ours has no limit: in fp32, they are a large part of a small int8 model."""
-QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
 
 
 def export_ctranslate2(
@@ -39,7 +38,7 @@ def export_ctranslate2(
 ) -> None:
     """Writes a folder for `ctranslate2.Translator`.
 
-    `quantization`: type of the stored matrices, one of `QUANTIZATIONS`; None: fp32. `shortlist`: as for `read_lexicon`.
+    `quantization`: type of the stored matrices, int8, int16, float16 or bfloat16; None: fp32. `shortlist`: as for `read_lexicon`.
     `longest`: positions of a model that has no limit.
 
     Raises UserError: the package ctranslate2 is missing, or the model has something that CTranslate2 lacks.

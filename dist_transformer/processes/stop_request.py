@@ -31,6 +31,8 @@ STARTED_VARIABLE = "DIST_TRANSFORMER_STARTED"
 """Unix seconds of the start of the command that started this process as one of its ranks."""
 LAUNCHER_VARIABLE = "DIST_TRANSFORMER_LAUNCHER"
 """Pid of the process that started this one as one of its ranks, and forwards its signals."""
+REPEAT_SECONDS = (0.5, 10.0)
+"""The shortest and the longest time between two signals that end the process."""
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives at the end of its parent."""
 
@@ -38,23 +40,19 @@ PR_SET_PDEATHSIG = 1
 class StopRequest:
     """Records the first stop signal, and ends the process at once, with code 128 + number, when a user repeats it.
 
-    A repetition is the same signal 0.5 to 10 seconds after the first. An earlier one is no second request: terminals,
+    A repetition is the same signal within REPEAT_SECONDS of the first. An earlier one is no second request: terminals,
     launchers and Slurm deliver one request twice within milliseconds. A later one is Slurm repeating itself during a
     save. Another signal (USR1 before the time limit, then TERM) must not cost the save. The immediate end harms no
     checkpoint: one being written leaves only a folder `.tmp`, which the next start removes.
 
     Args:
-        repeat_seconds: the shortest and the longest time between two signals that end the process.
         answer: reaction of the process to a request, as printed for the user.
     """
 
-    def __init__(
-        self, repeat_seconds: tuple[float, float] = (0.5, 10.0), answer: str = "saving at the end of this step"
-    ) -> None:
+    def __init__(self, answer: str = "saving at the end of this step") -> None:
         self.started = float(os.environ.get(STARTED_VARIABLE) or time.time())
         """Unix seconds of the start of this command."""
         self._began = time.monotonic() - (time.time() - self.started)
-        self._repeat_seconds = repeat_seconds
         self._answer = answer
         self._signal: signal.Signals | None = None
         self._came_at: dict[int, float] = {}
@@ -120,7 +118,7 @@ class StopRequest:
                     self._end_if_repeated(number, time.monotonic())
 
     def _end_if_repeated(self, number: int, now: float) -> None:
-        shortest, longest = self._repeat_seconds
+        shortest, longest = REPEAT_SECONDS
         passed = now - self._came_at.get(number, -math.inf)
         name = signal.Signals(number).name
         if shortest <= passed <= longest:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import pstdev
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import ctranslate2
@@ -16,6 +16,7 @@ from marian_folders import demo_sentences, make_marian_folder
 from model_choices import CHOICES
 from tokenised_models import make_model_folder
 
+from dist_transformer.cli.interop_verbs import Quantization
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from dist_transformer.decoding.scoring import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop import ctranslate2_export
-from dist_transformer.interop.ctranslate2_export import QUANTIZATIONS, export_ctranslate2, is_exported
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2, is_exported
 from dist_transformer.interop.marian import import_marian
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder, save_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
@@ -101,7 +102,7 @@ def test_a_model_imported_from_marian_goes_on_to_ctranslate2(tmp_path: Path):
     assert not any(never & set(best.tokens) for (best,) in searcher.search(inputs(pairs_of(loaded)[0])))
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", get_args(Quantization))
 def test_a_quantized_model_is_smaller_and_near_and_leaves_ours_as_it_was(tmp_path: Path, quantization: str):
     loaded = make_model_folder(tmp_path / "ours", d_model=64, d_ff=128, noise=0.05)
     before = forced(loaded, *pairs_of(loaded))

@@ -16,8 +16,9 @@ from dist_transformer.processes.stop_request import STARTED_VARIABLE, STOP_SIGNA
 
 PROGRAM = """
 import signal, sys
-from dist_transformer.processes.stop_request import StopRequest
-stop = StopRequest(repeat_seconds={repeat_seconds})
+from dist_transformer.processes import stop_request
+stop_request.REPEAT_SECONDS = {repeat_seconds}
+stop = stop_request.StopRequest()
 stop.listen()
 {body}
 """
