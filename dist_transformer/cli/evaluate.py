@@ -196,7 +196,12 @@ def scored(
     text = _files_to_score(folder, source, references) if source is not None else _corpus_to_score(folder, split, run)
     language = text.language or language or information.target_language
     if run is not None and keep:
-        _check_writable(run[1], folder)
+        try:
+            check_output(run[1].evaluation, "results", Path.is_dir)  # before hours of translating
+        except UserError as error:
+            raise UserError(
+                f"{error}; or keep no scores: evaluate {folder}/model --source FILE --reference FILE"
+            ) from None
     search = options.search_settings(folder, **{**settings, "n_best": 1})
     of_model = entries_of(model / WEIGHTS) if run is not None and keep else {}
     opened, total, found = open_search(engine, [model], search, plugin), len(text.pairs.sources), []
@@ -314,14 +319,6 @@ def _measured(
         measured["plugin"] = measure_of(metric)(translations, pairs.references[0], pairs.sources)
         measured["plugin_signature"] = metric.identity
     return measured
-
-
-def _check_writable(run_dir: RunDir, run: Path) -> None:
-    """Raises for a run folder that cannot be written, before hours of translating."""
-    try:
-        check_output(run_dir.evaluation, "results", Path.is_dir)
-    except UserError as error:
-        raise UserError(f"{error}; or keep no scores: evaluate {run}/model --source FILE --reference FILE") from None
 
 
 def _digest(lines: Sequence[str]) -> str:

@@ -51,7 +51,10 @@ _DECODER = (
 def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows, target: Rows) -> dict[str, Tensor]:
     """Our weights, fp32, from those of a MarianMTModel. CheckpointError names missing and unexpected tensors."""
     order_D = _order(config.d_model)
-    _refuse_other_positions(tensors, order_D)
+    for name in (name for name in POSITIONS if name in tensors):
+        found_TD = _reordered(tensors[name], (1,), order_D).float()
+        if not torch.allclose(found_TD, sinusoids(*found_TD.shape), rtol=0, atol=2e-3):  # may have been rounded to fp16
+            raise CheckpointError(f"the Marian weights hold {name} that are no sinusoids, as in the paper (3.5)")
     left = {name: tensor for name, tensor in tensors.items() if name not in POSITIONS}
     weights = {}
     for name, theirs, axes in layer_tensors(config):
@@ -97,13 +100,6 @@ def to_marian(
     bias_V = weights["output_bias"] if config.output_bias else torch.zeros(num_target)
     tensors["final_logits_bias"] = bias_V[:num_target].view(1, -1)
     return {name: tensor.float().contiguous() for name, tensor in tensors.items()}
-
-
-def _refuse_other_positions(tensors: Mapping[str, Tensor], order_D: Tensor) -> None:
-    for name in (name for name in POSITIONS if name in tensors):
-        found_TD = _reordered(tensors[name], (1,), order_D).float()
-        if not torch.allclose(found_TD, sinusoids(*found_TD.shape), rtol=0, atol=2e-3):  # may have been rounded to fp16
-            raise CheckpointError(f"the Marian weights hold {name} that are no sinusoids, as in the paper (3.5)")
 
 
 def _order(d_model: int) -> Tensor:

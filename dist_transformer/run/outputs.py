@@ -56,7 +56,11 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
             )
         if found is None or not is_stream(path):
             real = Path(os.path.realpath(path))
-            _refuse_among_checkpoints(path, real)
+            above = [(folder, RunDir(folder.parent)) for folder in (real, *real.parents)]
+            if any(folder == run_dir.checkpoints and run_dir.config.is_file() for folder, run_dir in above):
+                raise UserError(
+                    f"{path}: lies among the checkpoints of a run, which are kept for resumes; give another path"
+                )
             folder = next(folder for folder in (real, *real.parents) if folder.is_dir())
             try:
                 tempfile.TemporaryFile(dir=folder).close()  # as root, and on some disks, only this shows it
@@ -170,12 +174,6 @@ def _what_is_there(path: Path, found: os.stat_result) -> str:
         return f"a file of {found.st_size:,} bytes"
     names = sorted(entry.name for entry in path.iterdir())
     return f"a folder with {', '.join(names[:NAMES_SHOWN]) or 'nothing'}{', ...' if len(names) > NAMES_SHOWN else ''}"
-
-
-def _refuse_among_checkpoints(path: Path, real: Path) -> None:
-    above = [(folder, RunDir(folder.parent)) for folder in (real, *real.parents)]
-    if any(folder == run_dir.checkpoints and run_dir.config.is_file() for folder, run_dir in above):
-        raise UserError(f"{path}: lies among the checkpoints of a run, which are kept for resumes; give another path")
 
 
 def _are_near(other: Path, path: Path) -> bool:
