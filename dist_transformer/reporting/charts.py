@@ -95,7 +95,8 @@ def panels_of(story: RunStory) -> list[Panel]:
     """The panels of one run, without those for which it has no numbers."""
     curves, panels = story.curves, []
     for key, (title, unit) in TITLES.items():
-        found = _of_corpora(curves, key)
+        names = [key, *(name for name in curves.names("validation") if name.endswith(f"/{key}"))]  # newstest2013/bleu
+        found = {name.rpartition("/")[0] or "validation": _drawn(curves, "validation", name) for name in names}
         if key in ("loss", "nll"):
             found = {"training": curves.of("train", key)} | found
         panels += _panel(key.replace("_", "-"), title, unit, found)
@@ -135,12 +136,6 @@ def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
     curve = curves.of(event, name)
     is_share = name.rpartition("/")[2] in ("token_accuracy", "mfu", *SHARES.values())
     return Curve(curve.steps, 100 * curve.values) if curve and is_share else curve
-
-
-def _of_corpora(curves: Curves, key: str) -> dict[str, Curve | None]:
-    """A measure of each validation corpus: `bleu`, `newstest2013/bleu`."""
-    names = [key, *(name for name in curves.names("validation") if name.endswith(f"/{key}"))]
-    return {name.rpartition("/")[0] or "validation": _drawn(curves, "validation", name) for name in names}
 
 
 def _training_panels(curves: Curves) -> list[Panel]:
