@@ -110,8 +110,9 @@ def job_record(job_id: str) -> dict[str, str]:
 
 def is_cancelled(record: Mapping[str, str]) -> bool:
     """True if a person has ended the job: it neither runs, nor is at its limit, nor was pre-empted (PreemptMode=CANCEL)."""
-    is_by_slurm = record.get("Reason") == "TimeLimit" or record.get("PreemptTime", "None") != "None"
-    return record.get("JobState") != "RUNNING" and not is_by_slurm
+    preempted, ended = (record.get(name, "") for name in ("PreemptTime", "EndTime"))  # a suspension leaves the first, too
+    is_preempted = preempted.isdecimal() and ended.isdecimal() and abs(int(ended) - int(preempted)) < 5
+    return record.get("JobState") != "RUNNING" and record.get("Reason") != "TimeLimit" and not is_preempted
 
 
 def waiting_reason(job_id: str) -> str:

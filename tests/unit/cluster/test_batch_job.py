@@ -260,7 +260,8 @@ def test_programs_that_cannot_be_started_end_no_job_that_is_to_be_requeued(slurm
         ("None", 0, "COMPLETING", "cancelled"),
         ("None", 1, "COMPLETING", "ended"),
         ("None", 0, "COMPLETING PreemptTime=None", "cancelled"),
-        ("None", 0, "COMPLETING PreemptTime=1795791777", "decide"),  # PreemptMode=CANCEL
+        ("None", 0, "COMPLETING EndTime=1795791778 PreemptTime=1795791777", "decide"),  # PreemptMode=CANCEL
+        ("None", 0, "COMPLETING EndTime=1795798977 PreemptTime=1795791777", "cancelled"),  # SUSPEND, hours before
         ("TimeLimit", 0, "COMPLETING", "decide"),
         ("None", 0, "RUNNING", "decide"),  # its node shuts down
         ("None", 0, "RUNNING Requeue=0", "barred"),
