@@ -6,7 +6,7 @@
     preflight -> ranks -> decision -> ranks again, on the nodes of the job that answer
                                    -> requeue   -> the end
 
-USR1 comes some time before the limit (--signal), or ranks are told from here: they save and stop. TERM comes at the limit,
+USR1 comes some time before the limit (--signal), or ranks get USR2 from here: they save and stop. TERM comes at the limit,
 when a person cancels the job, when Slurm itself requeues it, and when the node shuts down; the ranks receive their own.
 The job is one with --no-kill: a node that dies is taken from it and the others stay. If it is the node of this process,
 `batch_host` requeues the job.
@@ -78,7 +78,7 @@ class BatchJob:
         self._watch: tuple[str, subprocess.Popen[bytes]] | None = None
         self._is_told = self._is_ended = self._has_term = False
         self._save_at = requeue.save_time(os.environ.get("SLURM_JOB_END_TIME", ""))  # since Slurm 23.02
-        signal.signal(signal.SIGUSR1, self._on_usr1)
+        signal.signal(signal.SIGUSR1, self._tell_to_save)
         signal.signal(signal.SIGTERM, self._on_term)
 
     def run(self) -> int:
@@ -111,9 +111,9 @@ class BatchJob:
     def _say(self, text: str) -> None:
         say(f"{time.strftime('%F %T')} job {self._job} attempt {self._attempt}: {text}", sys.stdout)
 
-    def _on_usr1(self, *_: object) -> None:
+    def _tell_to_save(self, number: int, *_: object) -> None:
         if self._child is not None and not self._is_told:  # the same signal again would end the ranks at once
-            self._child.send_signal(signal.SIGUSR1)
+            self._child.send_signal(number)
         self._is_told = True
         self._say("told to save")
 
@@ -136,7 +136,7 @@ class BatchJob:
             with suppress(SlurmError):
                 self._save_at = requeue.save_time(slurm.job_record(self._job).get("EndTime", ""))
             if time.time() >= self._save_at:
-                self._on_usr1()
+                self._tell_to_save(signal.SIGUSR2)  # a person may just have sent USR1 to the ranks alone
 
     def _leave(self, exit_code: int, text: str = "") -> NoReturn:
         if text:

@@ -176,7 +176,8 @@ def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None
     assert slurm.calls("scontrol requeue 7") == 1
 
 
-SAVES = "trap 'touch {folder}/saved; exit 75' USR1; touch {folder}/up; "
+SAVES = "trap 'touch {folder}/saved; exit 75' USR2; touch {folder}/up; "
+"""A person's USR1 to the ranks alone may have come just before: another one would end them."""
 
 
 @pytest.mark.parametrize("is_away", [False, True])
