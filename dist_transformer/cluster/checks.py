@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dist_transformer.cluster.queue import job_now, seconds_of
+from dist_transformer.cluster.queue import job_now, known_jobs, seconds_of
 from dist_transformer.cluster.run_ref import newest_job_id, own_job
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.slurm import is_job_id
@@ -23,7 +23,7 @@ from dist_transformer.config.slurm_schema import SlurmConfig, listed
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.files import modified
 from dist_transformer.planning.vocabularies import with_counted_pieces
-from dist_transformer.run.attempts import newest_checkpoint
+from dist_transformer.run.attempts import may_be_hidden, newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS
 from dist_transformer.run.outputs import check_run_folder
@@ -118,10 +118,13 @@ def sbatch_problems() -> list[str]:
 
 def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
-    job, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
-    ids = [*filter(is_job_id, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir), of_owner])]
-    known = {} if sbatch_problems() else {n: its for n in dict.fromkeys(ids) if (its := own_job(job_now(n), run_dir))}
-    busy = [f"job {job_id} already works on it ({job.state})" for job_id, job in known.items() if not job.is_over]
+    note, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
+    newest = newest_job_id(run_dir) or ""
+    ids = [*filter(is_job_id, [note.get("job_id"), *note.get("stages", {}).values(), newest, of_owner])]
+    known = {} if sbatch_problems() else {each: job for each, job in known_jobs(ids).items() if own_job(job, run_dir)}
+    hidden = None if newest in known or sbatch_problems() or not may_be_hidden(run_dir, newest) else job_now(newest)
+    jobs = [*known.values(), own_job(hidden, run_dir)]
+    busy = [f"job {job.job_id} already works on it ({job.state})" for job in jobs if job and not job.is_over]
     return [
         f"run folder {run_dir.path}: {who}; wait for it, end it with "
         f"`dist-transformer stop {run_dir.quoted}`, or choose another run.name"

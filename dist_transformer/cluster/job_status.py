@@ -3,7 +3,6 @@
 The document of `status --json`. Every key is always present; null: unknown, or there is none. Times are unix seconds.
 """
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, kn
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
 from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, own_job, refuse_unreadable, worked_on
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.run.attempts import attempts
+from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
 from dist_transformer.run.records import read_record
@@ -93,7 +92,7 @@ class Answer:
     """Slurm's answer about a job.
 
     Attributes:
-        was_asked: False where there is no job, Slurm does not answer, or it knows another one with that id.
+        was_asked: False where there is no job, Slurm does not answer, knows another one with that id, or may hide it.
         problem: why the job is not known; None without a problem.
     """
 
@@ -110,18 +109,12 @@ def ask_slurm(target: RunRef) -> Answer:
         found = job_now(job_id)
     except SlurmError as error:
         return Answer(None, False, f"Slurm was not asked about job {job_id}: {str(error).splitlines()[0]}")
-    if (job := own_job(found, target.run_dir)) is not found:
+    if (job := own_job(found, target.run_dir)) is None and found:
         return Answer(None, False, f"job {job_id} of this Slurm is not this run's: look on the cluster that has it")
-    if job is None and _may_be_hidden(target.run_dir, job_id):
-        return Answer(None, False, f"Slurm shows no job {job_id}: it is over, or waits, hidden from you: ask its owner")
+    if job is None and may_be_hidden(target.run_dir, job_id):
+        over = job_id in {**read_record(target.run_dir.job).get("stages", {}), "train": ""}.values()  # has no attempts
+        return Answer(None, over, f"Slurm shows no job {job_id}: it is over, or waits, hidden from you: ask its owner")
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
-
-
-def _may_be_hidden(run_dir: RunDir, job_id: str) -> bool:
-    """True if another user submitted a job, and no attempt of it has recorded that it is over."""
-    [*_, newest] = [{}, *(record for record in attempts(run_dir) if record["job"] == job_id)]
-    may_wait = newest.get("event") != "ended" or newest.get("requeued") or newest.get("how") == "ended"
-    return bool(may_wait) and run_dir.job.exists() and run_dir.job.stat().st_uid != os.getuid()
 
 
 def _of_run(view: RunView, now: float) -> Document:
@@ -224,8 +217,7 @@ def _row(view: RunView, job_id: str | None, job: QueuedJob | None) -> Document:
     now, job_state = time.time(), job.state if (job := own_job(job, view.run_dir)) else None
     if job_state in WAITING:
         view = _as_it_waits(_without_ended_job(view, job_id, None), now)
-    attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)
-    view = _without_earlier_attempts(view, attempt)
+    view = _without_earlier_attempts(view, {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir))
     return {
         **_of_run(view, now),
         "starts": view.starts,

@@ -77,14 +77,12 @@ def jobs_of(job_id: str) -> list[QueuedJob]:
 
 def job_now(job_id: str) -> QueuedJob | None:
     """The job, or the first part of an array that is not over; None when Slurm has forgotten it."""
-    found = jobs_of(job_id)
-    return next((job for job in found if not job.is_over), found[0] if found else None)
+    return min(jobs_of(job_id), key=lambda job: job.is_over, default=None)
 
 
 def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
     """The jobs and array tasks among `job_ids` that squeue still knows, from one call."""
-    found = _in_queue(list(dict.fromkeys(job_ids))) if job_ids else []
-    return {job.job_id: job for job in found if job.job_id in job_ids}
+    return {job.job_id: job for job in _in_queue([*dict.fromkeys(job_ids)]) if job.job_id in job_ids}
 
 
 def seconds_of(text: str) -> int | None:

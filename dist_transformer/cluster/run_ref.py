@@ -1,7 +1,7 @@
 """Finds the run folder and the job id of a run from either of them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from dist_transformer.cluster.queue import QueuedJob, jobs_of
 from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.errors import UserError
-from dist_transformer.run.attempts import attempts
+from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -53,8 +53,10 @@ def find_run(text: str, root: Path) -> RunRef:
 
 
 def own_job(job: QueuedJob | None, run_dir: RunDir) -> QueuedJob | None:
-    """The job, unless it is another one with the id of a job of this run: clusters that share a file system count alike.
-    A comment that names another folder tells it; jobs started by hand or by an earlier version have none."""
+    """The job, unless its comment names another folder: clusters that share a file system count alike. Jobs started by hand
+    or by an earlier version have no comment. A hidden job is over if the run has recorded that: accounts may miss an end."""
+    if job and job.reason == "PrivateData" and not may_be_hidden(run_dir, job.job_id):
+        job = replace(job, reason="")
     there = job and job.folder  # no folder any more: it was moved
     return None if there and os.path.isdir(there) and not os.path.samefile(there, run_dir.path) else job
 
@@ -93,14 +95,13 @@ def _submitted_at(note: dict[str, Any]) -> float:
 
 
 def _folder_by_comment(job_id: str) -> Path | None:
-    found: list[QueuedJob] = jobs_of(job_id)
+    found = jobs_of(job_id)
     if "_" not in job_id and any("_" in job.job_id for job in found):
         raise UserError(
             f"job {job_id}: is an array of tasks with a run folder each: name one of them, like {job_id}_1; "
             f"`scancel {job_id}` ends all"
         )
-    folders = [job.folder for job in found if job.folder is not None]
-    return Path(folders[0]) if folders else None
+    return next((Path(job.folder) for job in found if job.folder is not None), None)
 
 
 def _folder_by_files(job_id: str, root: Path) -> Path | None:

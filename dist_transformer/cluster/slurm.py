@@ -110,7 +110,7 @@ def job_record(job_id: str) -> dict[str, str]:
 
 def is_cancelled(record: Mapping[str, str]) -> bool:
     """True if a person has ended the job: it neither runs, nor is at its limit, nor was pre-empted (PreemptMode=CANCEL)."""
-    preempted, ended = (record.get(name, "") for name in ("PreemptTime", "EndTime"))  # a suspension leaves the first, too
+    preempted, ended = record.get("PreemptTime", ""), record.get("EndTime", "")  # the first stays after a suspension
     is_preempted = preempted.isdecimal() and ended.isdecimal() and abs(int(ended) - int(preempted)) < 5
     return record.get("JobState") != "RUNNING" and record.get("Reason") != "TimeLimit" and not is_preempted
 

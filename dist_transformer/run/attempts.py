@@ -19,6 +19,13 @@ def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
         yield from (record for record in records_of(lines) if {"event", "time", "job"} <= record.keys())
 
 
+def may_be_hidden(run_dir: RunDir, job_id: str) -> bool:
+    """True if another user submitted a job, and no attempt of it has recorded that it is over."""
+    [*_, newest] = [{}, *(record for record in attempts(run_dir) if record["job"] == job_id)]
+    may_wait = newest.get("event") != "ended" or newest.get("requeued") or newest.get("how") == "ended"
+    return bool(may_wait) and run_dir.job.exists() and run_dir.job.stat().st_uid != os.getuid()
+
+
 def newest_checkpoint(run_dir: RunDir) -> str | None:
     """Name of the newest finished checkpoint; an unfinished one has another name."""
     try:

@@ -56,10 +56,12 @@ def test_what_slurm_would_have_requeued_is_resumed_once_squeue_has_forgotten_it(
 
 
 def test_a_job_of_another_user_that_squeue_hides_is_not_submitted_again(
-    slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]]
+    slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.has_forgotten()
-    slurm.answers("sacct", f"5|5|PENDING|Unknown|1|None assigned|main|1795307143|0:0|{os.getuid() + 1}|")
+    owner = run_dir.job.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    slurm.answers("sacct", f"5|5|PENDING|Unknown|1|None assigned|main|1795307143|0:0|{owner}|")
     assert "its job 5 is not over, it is PENDING: Slurm hides the jobs of other users" in refusal(
         "resume", run_dir.path
     )
@@ -70,6 +72,12 @@ def test_a_job_of_another_user_that_squeue_hides_is_not_submitted_again(
     [problem] = busy_problems(run_dir)
     assert "job 5 already works on it (PENDING)" in problem
     assert submitted == []
+    slurm.answers("sacct", f"5|5|RUNNING|1795307143|1|n1|main|1795307143|0:0|{owner}|")  # accounts have missed its end
+    ended = {"event": "ended", "time": 0, "job": "5", "attempt": 0, "how": "decide", "requeued": False}
+    run_dir.attempts.write_text(json.dumps(ended) + "\n")
+    assert busy_problems(run_dir) == []
+    assert call("resume", run_dir.path).exit_code == 0
+    assert submitted == [(run_dir.path, [])]
 
 
 def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDir) -> None:

@@ -246,6 +246,18 @@ def test_following_ends_when_the_job_is_over(slurm: FakeSlurm, run_dir: RunDir) 
     assert call("logs", run_dir.path, "--follow").stdout == "a\nb\n"
 
 
+def test_following_a_forgotten_job_of_another_user_ends_unless_it_trains(
+    slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only training records its end. Without accounts a job that waits, hidden, looks the same."""
+    slurm.has_forgotten()
+    run_dir.attempts.unlink(missing_ok=True)
+    run_dir.job.write_text(json.dumps({"job_id": "5", "stages": {"prepare": "4", "train": "5"}}))
+    owner = run_dir.job.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert [logs_module.is_over(RunRef(run_dir, job_id)) for job_id in ("4", "5")] == [True, False]
+
+
 def test_ctrl_c_ends_following_without_a_word(
     slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

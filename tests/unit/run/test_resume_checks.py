@@ -344,6 +344,18 @@ def test_a_process_in_a_job_works_on_the_run_folder_unless_slurm_says_that_its_j
         assert said in problem
     fake_slurm.set_jobs(job_line("55", "CANCELLED") + "\n")
     assert busy_problems(run_dir) == []
+    fake_slurm.set_jobs("")
+    fake_slurm.program("sacct", "echo '55|55|COMPLETED|1795307143|1|n1|main|1795307143|0:0|0|'")  # of another cluster
+    [problem] = busy_problems(run_dir)
+    assert "process 7 on n1 already works on it, in job 55" in problem
+
+
+def test_a_task_of_an_array_by_hand_does_not_work_on_the_runs_of_others(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
+    """The number of its last task is that of the whole array."""
+    write_json(run_dir.owner, {"host": "n1", "pid": 7, "job": "2"})
+    os.utime(run_dir.owner, (0, 0))
+    fake_slurm.set_jobs(f"{job_line('2_3', 'RUNNING')}\n{job_line('2_4', 'CANCELLED')}\n")
+    assert busy_problems(run_dir) == []
 
 
 @pytest.mark.parametrize("ahead", [-300.0, 300.0])
