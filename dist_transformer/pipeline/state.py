@@ -32,8 +32,8 @@ from dist_transformer.run.resume_checks import initial_weights_problems
 
 RECORD, SETTINGS = "node.json", "settings.yaml"
 CONFIGURED = ("prepare", "train")
-SCORES, MANIFEST = " (scores)", "/manifest.json"
-"""End the names of files of quality scores, and of those of checkpoints, among those that a node reads."""
+SCORES = " (scores)"
+"""Ends the names of files of quality scores among those that a node reads."""
 LEXICON = KINDS["train"].outputs["lexicon"]
 NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens", "too_long")
 """Keys of nodes on which no result depends."""
@@ -205,8 +205,8 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
     }
-    # The version before did not count files of quality scores, nor checkpoints.
-    before_it = {file: each for file, each in files.items() if not file.endswith((SCORES, MANIFEST))}
+    # The version before did not count files of quality scores.
+    before_it = {file: each for file, each in files.items() if not file.endswith(SCORES)}
     uncounted = {**made_of, "files": _sums(before_it)}
     made_of = uncounted if record.get("key") == json_digest(uncounted) else made_of
     now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
@@ -261,7 +261,7 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
         if without := [run for run in lexicons if not configuration(pipeline, run).training.guided_alignment]:
             place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
             raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
-        named = {str(Path(each, at.relative_to(path))): at for key, each, path in given for at in _files_at(path, key)}
+        named = {str(Path(each, at.relative_to(path))): at for _, each, path in given for at in _files_at(path)}
         counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
@@ -277,14 +277,12 @@ def _files_of(config: Config) -> Iterator[str]:
         yield from map(str, _files_at(Path(path)))
 
 
-def _files_at(path: Path, key: str = "") -> list[Path]:
-    """A file, or those of a model folder or of a run folder's model, without the card that others write into; of a `run` also
-    the manifests of its checkpoints, which have the digests of their tensors."""
+def _files_at(path: Path) -> list[Path]:
+    """A file, or those of a model folder or of a run folder's model, without the card that others write into."""
     if not path.is_dir():
         return [path] if path.exists() else []
     folder = path / "model" if (path / "model").is_dir() else path
-    steps = sorted(RunDir(path).checkpoints.glob(f"step_*{MANIFEST}")) if key == "run" else []
-    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"] + steps
+    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"]
 
 
 def _fingerprints(paths: dict[str, Path], known: Fingerprints, hashed: Fingerprints) -> Fingerprints:

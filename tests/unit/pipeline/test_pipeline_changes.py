@@ -206,24 +206,20 @@ def test_a_model_that_is_trained_further_by_hand_is_done_as_long_as_it_is_as_it_
     assert due(pipeline)["teacher"] == "its results are not as it made them"
 
 
-def test_the_average_of_a_run_from_outside_depends_on_its_checkpoints(folder, monkeypatch):
-    """A version before counted its model alone; what it has made stays done until something else changes."""
+def test_an_average_of_a_run_from_outside_is_done_whatever_becomes_of_checkpoints_that_it_may_not_read(folder):
     run = RunDir(folder / "run")
-    for place in (run.model, run.checkpoints / "step_5"):
-        place.mkdir(parents=True)
-        (place / ("model.safetensors" if place == run.model else "manifest.json")).write_text("5")
-    pipeline = pipeline_in(folder, "nodes.mean={kind: average, run: run, last: 2}")
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_files_at", lambda path, _="", of=module._files_at: of(path))
-        make_all(pipeline)
-    assert due(pipeline) == {}
-    shutil.rmtree(pipeline.folder("mean"))
-    make_all(pipeline)
-    assert due(pipeline) == {}
+    for place in (run.model / "model.safetensors", *(run.checkpoints / f"step_{n}" / "manifest.json" for n in (4, 5))):
+        place.parent.mkdir(parents=True)
+        place.write_text("5")
+    pipeline = pipeline_in(folder, "nodes.mean={kind: average, run: run, last: 1}")
+    states = states_of(pipeline)
     shutil.copytree(run.checkpoints / "step_5", run.checkpoints / "step_6")
-    assert due(pipeline) == {"mean": "changed: run/checkpoints/step_6/manifest.json"}
-    (run.checkpoints / "step_5" / "manifest.json").write_text("6")
-    assert due(pipeline)["mean"].startswith("changed: run/checkpoints/step_5/manifest.json, run")
+    module.check_unchanged(pipeline, "mean", states)
+    make_all(pipeline)
+    shutil.rmtree(run.checkpoints / "step_4")
+    assert due(pipeline) == {}
+    (run.model / "model.safetensors").write_text("6")
+    assert due(pipeline) == {"mean": "changed: run/model/model.safetensors"}
 
 
 def test_weights_to_start_with_that_are_not_there_are_told_before_anything_runs(folder):
