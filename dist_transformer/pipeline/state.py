@@ -44,8 +44,10 @@ NO_RESULT = (("training", "hang_seconds"), ("training", "max_hours"), ("training
              ("data", "loader_workers"), ("data", "audit"),  # the version before counted the rest
              ("decoding", "max_source_tokens"), ("decoding", "max_tokens"))  # fmt: skip
 """Settings on which no result of training depends: a message may have recommended others."""
-FREE = ("slurm.", "tracking.", "run.root", "data.root", "data.prepared", *map(".".join, NO_RESULT))
-"""Beginnings of settings which a person who starts the training of a node by hand may change."""
+FREE = ("slurm.", "tracking.", "run.root", "data.root", "data.prepared", *map(".".join, NO_RESULT),
+        "training.activation_checkpointing", "training.zero_stage", "training.offload", "checkpoints.keep_last",
+        "checkpoints.keep_every_steps")  # fmt: skip
+"""Beginnings of settings which a person who starts the training of a node by hand may change, as messages recommend."""
 TEXTS = ("input", "source", "target", "reference", "scores")
 Fingerprints = dict[str, list[Any]]
 """Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
@@ -159,6 +161,8 @@ def complete(pipeline: Pipeline, name: str) -> None:
         changed = [file for file, each in now.items() if each[-1] != before[file][-1] and each[1] / 1e9 <= done]
         files = (path.with_name(SETTINGS), RunDir(path.parent).config)
         own, ran = (flatten(read_yaml(at).values) if at.is_file() else {} for at in files)
+        if ran.get("checkpoints.final_model") != "average_best":  # which averages as many
+            ran.pop("checkpoints.keep_best", None)
         changed += [key for key in ran if own.get(key, ran[key]) not in (ran[key], "auto") and not key.startswith(FREE)]
         write_json(path, {**record, "done": done, "made": made, **({"key": ""} if changed else {})})
         if changed:

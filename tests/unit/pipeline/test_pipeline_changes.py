@@ -257,16 +257,20 @@ def test_a_path_into_the_folder_of_a_node_is_a_reference_to_it(place, folder):
     assert due(pipeline)["by_config"] == "changed: root/forward/text"
 
 
-def test_a_node_that_a_person_has_trained_with_other_settings_is_not_done(folder):
-    """Settings on which no result depends may be others, as the folders, and a number that was found for `auto`."""
-    auto = "set.data.max_tokens=auto"
-    pipeline = pipeline_in(folder, auto)
+@pytest.mark.parametrize("final_model", ["average_last", "average_best"])
+def test_a_node_that_a_person_has_trained_with_other_settings_is_not_done(final_model, folder):
+    """Settings on which no result depends may be others, as the folders, those that a message about memory or the disk
+    recommends, and a number that was found for `auto`. But `keep_best` is the number of checkpoints that are averaged."""
+    words = ["set.data={max_tokens: auto, validation: {source: mono, target: mono}}"]
+    words += [f"set.checkpoints={{final_model: {final_model}, keep_best: 2}}"]
+    pipeline = pipeline_in(folder, *words)
     run = RunDir(pipeline.folder("teacher"))
-    free = {"slurm.nodes": 4, "tracking.enabled": False, "training.log_every_steps": 1, "data.max_tokens": 512}
-    for values, expected in (
-        (free, []),
-        (free | {"optimizer.learning_rate": 0.1, "training.max_steps": 9}, ["teacher"]),
-    ):
+    free = {"slurm.nodes": 4, "tracking.enabled": False, "training.log_every_steps": 1, "data.max_tokens": 512,
+            "training.activation_checkpointing": True, "training.zero_stage": 3, "training.offload": "optimizer",
+            "checkpoints.keep_last": 7, "checkpoints.keep_every_steps": 1000}  # fmt: skip
+    best, changed = {"checkpoints.keep_best": 1}, {"optimizer.learning_rate": 0.1, "training.max_steps": 9}
+    free |= best if final_model == "average_last" else {}
+    for values in (free, free | best | changed):
         set_aside(pipeline, states_of(pipeline))
         begin(pipeline, "teacher", states_of(pipeline)["teacher"])
         run.model.mkdir()
@@ -275,11 +279,10 @@ def test_a_node_that_a_person_has_trained_with_other_settings_is_not_done(folder
         config = load_config(run.path / module.SETTINGS, [*overrides, f"data.prepared={folder}/prepared"])
         run.config.write_text(to_yaml(config))
         write_json(run.state, {"state": "finished", "step": 5})
-        if expected:
-            told = run_in(folder, auto)
-            assert "node teacher: optimizer.learning_rate, training.max_steps changed while it ran" in str(
-                told.exception
-            )
+        if "training.max_steps" in values:
+            told = str(run_in(folder, *words).exception)
+            expected = {*changed, *(best if final_model == "average_best" else ())}
+            assert {*told.removeprefix("node teacher: ").partition(" changed while it ran")[0].split(", ")} == expected
             assert due(pipeline)["teacher"] == "changed: files or settings, while it ran"
         else:
             set_aside(pipeline, {"teacher": states_of(pipeline)["teacher"]})
