@@ -11,7 +11,7 @@ A file or a model is a path, or an output of another node: {node: NAME}, {node: 
 import difflib
 import os
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -115,13 +115,9 @@ class Pipeline:
         """The folder of a node; of `train` it is the run folder."""
         return self.root / name
 
-    def is_made(self, place: str | Path, by: Container[str] | None = None) -> bool:
-        """True if a path lies in the folder of one of these nodes, and so is made by it; others below `root` are the user's."""
-        return os.path.relpath(place, self.root).partition(os.sep)[0] in (self.nodes if by is None else by)
-
-    def up_to(self, name: str) -> set[str]:
-        """A node and those that it reads, by itself or through others."""
-        return {name}.union(*map(self.up_to, self.nodes[name].reads))
+    def is_made(self, place: str | Path) -> bool:
+        """True if a path lies in the folder of a node, and so is made by it; others below `root` are the user's."""
+        return os.path.relpath(place, self.root).partition(os.sep)[0] in self.nodes
 
     def located(self, place: str) -> Path:
         """The absolute path of a file or model."""

@@ -270,9 +270,9 @@ def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Pa
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
         settings = [[counted], *([counted | {"too_long": each}] for each in (None, "refuse", "split"))]
-    root, start, made_by = f"{pipeline.root}/", len(str(pipeline.root)), pipeline.up_to(name)  # the root may be moved
+    root, start = f"{pipeline.root}/", len(str(pipeline.root))  # the root may be moved
     files = {file[start:] if file.startswith(root) else file: path for file, path in named.items()}
-    return settings, {file: path for file, path in files.items() if not pipeline.is_made(path, made_by)}
+    return settings, {file: path for file, path in files.items() if not pipeline.is_made(path)}
 
 
 def _files_of(config: Config) -> Iterator[str]:
