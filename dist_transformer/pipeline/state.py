@@ -198,21 +198,23 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     paths = {str(path) if str(path) in known and file not in known else file: path for file, path in named.items()}
     files = _fingerprints(paths, known, hashed)
     # As versions before counted them: a node that they have made is not made again.
-    texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of")
+    texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of", {})
     texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
     texts += [text.replace('"matrices": "adam", ', "") for text in texts]  # from before there was another choice
     former = [json_digest(each) for one in texts for each in (one.replace(str(root), ""), _moved(one, root))]
-    counted = before_of.get("settings") if isinstance(before_of, dict) else None
+    counted, of_nodes = before_of.get("settings"), {other: before[other].now["key"] for other in reads}
     made_of = {
         "settings": counted if counted in former else json_digest(_moved(texts[0], root)),
         "files": _sums(files),
-        "nodes": {other: before[other].now["key"] for other in reads},
+        "nodes": of_nodes,
         "version": __version__,
     }
-    # The version before did not count files of quality scores.
-    before_it = {file: each for file, each in files.items() if not file.endswith(SCORES)}
-    uncounted = {**made_of, "files": _sums(before_it)}
-    made_of = uncounted if record.get("key") == json_digest(uncounted) else made_of
+    # Nor did they count files of quality scores, and nodes to which a path that was typed leads.
+    fewer = _sums({file: each for file, each in files.items() if not file.endswith(SCORES)})
+    given = {other: of_nodes[other] for other in reads if before[other].is_due or other in before_of.get("nodes", {})}
+    for uncounted in ({"files": fewer}, {"nodes": given}, {"files": fewer, "nodes": given}):
+        if record.get("key") == json_digest({**made_of, **uncounted}):
+            made_of = made_of | uncounted
     now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
     due = [other for other in reads if before[other].is_due]
     state: Literal["done", "begun", "changed", "new"] = "done"

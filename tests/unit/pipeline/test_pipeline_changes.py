@@ -254,6 +254,36 @@ def test_a_path_into_the_folder_of_a_node_is_a_reference_to_it(place, folder):
     assert due(changed) == {"forward": "changed: settings", "kept": "changed: forward", "student": "changed: forward"}
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_node_from_before_typed_paths_were_references_stays_done_or_resumes_until_the_other_node_changes(
+    is_whole, folder
+):
+    (folder / "quality").write_text("1\n0\n")  # which versions before did not count either
+    text = f"{{source: {folder}/mono, target: {folder}/root/forward/text, filters: {{scores: {{quality: 0.5}}}}}}"
+    words = [f"nodes.student={{kind: train, config: base.yaml, set: {{data: {{train: {text}}}}}}}"]
+    pipeline = pipeline_in(folder, *words)
+    make_all(pipeline)
+    path = pipeline.folder("student") / RECORD
+    record = read_json(path)
+    assert [*record["made_of"]["nodes"]] == ["forward"]
+    record["made_of"] |= {"nodes": {}, "files": {"mono": record["made_of"]["files"]["mono"]}}
+    write_json(path, record | {"key": module.json_digest(record["made_of"])})
+    if not is_whole:
+        write_json(path, {key: each for key, each in read_json(path).items() if key not in ("done", "made")})
+        write_json(RunDir(path.parent).state, {"state": "stopped", "step": 3})
+    assert (states_of(pipeline)["student"].state, states_of(pipeline)["student"].restarts) == (
+        "done" if is_whole else "begun",
+        False,
+    )
+    changed = pipeline_in(folder, *words, "nodes.forward.beam=7")
+    assert due(changed)["student"] == "changed: quality (scores), forward"
+    make_all(changed)
+    assert [*read_json(path)["made_of"]["nodes"]] == ["forward"]
+    make_all(pipeline)  # takes nothing back that was made of another text of forward
+    assert due(pipeline) == {}
+    assert [*read_json(path)["made_of"]["nodes"]] == ["forward"]
+
+
 @pytest.mark.parametrize("final_model", ["average_last", "average_best"])
 def test_a_node_that_a_person_has_trained_with_other_settings_is_not_done(final_model, folder):
     """Settings on which no result depends may be others, as the folders, those that a message about memory or the disk
