@@ -5,6 +5,7 @@ version of the program. So it is known before those nodes have run.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
@@ -44,9 +45,8 @@ NO_RESULT = (("training", "hang_seconds"), ("training", "max_hours"), ("training
              ("data", "loader_workers"), ("data", "audit"),  # the version before counted the rest
              ("decoding", "max_source_tokens"), ("decoding", "max_tokens"))  # fmt: skip
 """Settings on which no result of training depends: a message may have recommended others."""
-FREE = ("slurm.", "tracking.", "run.root", "data.root", "data.prepared", *map(".".join, NO_RESULT),
-        "training.activation_checkpointing", "training.zero_stage", "training.offload", "checkpoints.keep_last",
-        "checkpoints.keep_every_steps")  # fmt: skip
+FREE = ("slurm.", "tracking.", "run.root", "data.root", "data.prepared", "training.zero_stage", *map(".".join, NO_RESULT),
+        "training.activation_checkpointing", "training.offload", "checkpoints.keep_last", "checkpoints.keep_every")  # fmt: skip
 """Beginnings of settings which a person who starts the training of a node by hand may change, as messages recommend."""
 TEXTS = ("input", "source", "target", "reference", "scores")
 Fingerprints = dict[str, list[Any]]
@@ -161,9 +161,8 @@ def complete(pipeline: Pipeline, name: str) -> None:
         changed = [file for file, each in now.items() if each[-1] != before[file][-1] and each[1] / 1e9 <= done]
         files = (path.with_name(SETTINGS), RunDir(path.parent).config)
         own, ran = (flatten(read_yaml(at).values) if at.is_file() else {} for at in files)
-        if ran.get("checkpoints.final_model") != "average_best":  # which averages as many
-            ran.pop("checkpoints.keep_best", None)
-        changed += [key for key in ran if own.get(key, ran[key]) not in (ran[key], "auto") and not key.startswith(FREE)]
+        free = FREE if ran.get("checkpoints.final_model") == "average_best" else (*FREE, "checkpoints.keep_best")
+        changed += [key for key in ran if own.get(key, ran[key]) not in (ran[key], "auto") and not key.startswith(free)]
         write_json(path, {**record, "done": done, "made": made, **({"key": ""} if changed else {})})
         if changed:
             raise UserError(f"node {name}: {', '.join(changed)} changed while it ran; start the same command again")
@@ -194,8 +193,10 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     record = planned.record if planned else read_record(pipeline.folder(name) / RECORD)
     settings, named = what_goes_in(pipeline, name)
     known = record.get("files", {}) | (planned.now["files"] if planned else {})
-    # The version before named files by their whole path where data.root ends with a slash.
-    paths = {str(path) if str(path) in known and file not in known else file: path for file, path in named.items()}
+    # The version before named files by their whole path, which may begin at the root, where data.root ends with slashes.
+    whole = {os.path.normpath(file): file for file in known}
+    keys = {file: f"{path}{SCORES * file.endswith(SCORES)}".removeprefix(str(root)) for file, path in named.items()}
+    paths = {file if file in known else whole.get(keys[file], file): path for file, path in named.items()}
     files = _fingerprints(paths, known, hashed)
     # As versions before counted them: a node that they have made is not made again.
     texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of", {})
@@ -228,9 +229,8 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
         state, why = ("changed", "its results are gone") if "done" in record else ("begun", "")
     elif (made := record.get("made")) and _sums(made) != _sums(made_files(pipeline, name, made)):
         state, why = "changed", "its results are not as it made them"
-    anew = (
-        state in ("new", "changed") or any(before[other].restarts for other in reads) or (state == "done" and due != [])
-    )
+    follows = due if state == "done" else [other for other in due if before[other].restarts]
+    anew = state in ("new", "changed") or follows != []
     return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
 
 

@@ -190,10 +190,24 @@ def test_a_slash_behind_the_folder_of_the_text_changes_nothing(folder, monkeypat
     )
     text = f"set.data.train={{source: {folder}/mono, target: {folder}/mono}}"
     assert [*module.what_goes_in(pipeline_in(folder, "data_root=/", text), "teacher")[1]] == [f"{folder}/mono"[1:]]
+
+
+@pytest.mark.parametrize("place", ["text/", "text//", "root/text/", "root/text//"])
+def test_a_node_whose_files_were_named_by_their_whole_paths_stays_done(place, folder, monkeypatch):
+    """As by a version before where a slash is behind the folder of the text, which may be below the root."""
+    (folder / place).mkdir(parents=True)
+    for name in ("train.en", "train.de", "mono", "scores"):
+        (folder / place / name).write_text("1\n2\n")
+    words = (f"data_root={folder}/{place}", f"nodes.other.model={folder}/made",
+             "set.data.train.filters={scores: {scores: -3}}")  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(module, "located", lambda root, _: f"{root}/")
-        make_all(pipeline_in(folder, slash, f"root={folder}/before"))
-    assert due(pipeline_in(folder, slash, f"root={folder}/before")) == {}
+        make_all(pipeline := pipeline_in(folder, *words))
+    record = read_json(pipeline.folder("teacher") / RECORD)
+    assert "scores (scores)" not in record["files"]
+    assert due(pipeline) == {}
+    (folder / place / "train.en").write_text("2\n1\n")
+    assert due(pipeline)["teacher"].startswith("changed: /")
 
 
 def test_a_model_that_is_trained_further_by_hand_is_done_as_long_as_it_is_as_it_was(folder):
