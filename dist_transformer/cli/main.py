@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections import UserDict
 from importlib import import_module
 from itertools import pairwise
@@ -127,6 +128,10 @@ def options(
 
 def main() -> None:
     """The command `dist-transformer`."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:  # closed, as by `2>&-`: the next file that is opened would take its number
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_WAITING_THREADS)  # OpenMP reads it when torch is imported
     # Of a checkout the current folder is where children find it.

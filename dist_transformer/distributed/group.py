@@ -5,6 +5,7 @@ gloo and on the CPU, moves a few integers a step, so that the ranks never wait f
 """
 
 import os
+import platform
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.processes.launching import free_port
 
 Result = TypeVar("Result")
@@ -34,6 +35,10 @@ _CAUSES = (
     (
         r"waiting for clients|wait timeout after|client socket has (timed out|failed)",
         "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
+    ),
+    (
+        "Unable to find address for",
+        "GLOO_SOCKET_IFNAME names an interface that this node lacks, or one without an address (`ip -br addr`): correct it",
     ),
 )
 """Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
@@ -279,8 +284,15 @@ def join(timeout_seconds: int) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        if (cause := explain(error)) is None:
+            raise
+        raise MachineError(
+            f"rank {rank} of {num_ranks} on {platform.node()} cannot join the others: {cause}"
+        ) from error
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
 

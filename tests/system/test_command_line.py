@@ -61,6 +61,15 @@ def test_the_dry_run_prints_command_and_script_and_touches_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_closed_streams_take_nothing_into_the_files_of_results(tmp_path):
+    start = f"exec {sys.executable} -m dist_transformer"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for command, code in ((f"{start} status nosuch 2>&- >out.de", 2), (f"{start} config schema <&- >&- 2>&-", 0)):
+        run = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, timeout=600, check=False)
+        assert run.returncode == code
+    assert (tmp_path / "out.de").read_bytes() == b""
+
+
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_path):
     said = read_extended(path).values

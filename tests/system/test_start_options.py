@@ -178,3 +178,11 @@ def test_auto_finds_a_size_that_trains_within_the_limit_and_keeps_it_at_a_resume
     command("train", "small.yaml", *settings, "training.max_steps=2")
     assert read_json(newest(run) / "state.json")["recipe"]["data.max_tokens"] == found
     assert (run / "train.log").read_text().count("found: ") == 1
+
+
+def test_training_that_is_started_with_closed_streams_trains(command):
+    train = f"{sys.executable} -m dist_transformer train small.yaml run.name=closed --ranks 2"
+    started = ["bash", "-c", f"exec {train} <&- >&- 2>&-"]
+    environment = {**without(NOT_INHERITED), "PYTHONPATH": str(FAULTY_TRAIN.parents[2])}
+    assert subprocess.run(started, cwd=command.folder, env=environment, timeout=600, check=False).returncode == 0
+    assert (RunDir(command.folder / "runs" / "closed").model / "model.safetensors").is_file()
