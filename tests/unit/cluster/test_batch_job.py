@@ -194,10 +194,13 @@ def test_near_the_end_of_the_job_ranks_are_told_to_save_also_where_the_controlle
     assert slurm.ends() == [(75, "decide", True)]
 
 
-@pytest.mark.parametrize("known", [1000000000, int(time.time()) + 500])
-def test_ranks_whose_job_was_given_more_time_train_on(slurm: Slurm, known: int) -> None:
+@pytest.mark.parametrize("seconds_left", [-1000, 500])
+def test_ranks_whose_job_was_given_more_time_train_on(slurm: Slurm, seconds_left: int) -> None:
     (slurm.folder / "job").write_text(f"{RECORD} EndTime=4000000000")
-    slurm.variables |= {"SLURM_JOB_END_TIME": str(known), "DIST_TRANSFORMER_SIGNAL_SECONDS": "600"}
+    slurm.variables |= {
+        "SLURM_JOB_END_TIME": str(int(time.time()) + seconds_left),
+        "DIST_TRANSFORMER_SIGNAL_SECONDS": "600",
+    }
     until_asked = f"until grep -q 'show job 7' {slurm.folder}/calls; do sleep 0.1; done; sleep 0.5; exit 0"
     code, said = slurm.run(SAVES.format(folder=slurm.folder) + until_asked)
     assert (code, said.count("told to save"), slurm.calls("show job 7")) == (0, 0, 2)  # and once at the end
