@@ -212,8 +212,10 @@ def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            if line.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ")):
-                raise UserError(f"{name}: is compressed; unpack it first (zcat, zstdcat or xzcat)") from None
+            from dist_transformer.data.sources.files import PACKED_STARTS  # here: it imports pyarrow
+
+            if line.startswith(PACKED_STARTS):
+                raise UserError(f"{name}: is compressed; unpack it first (zcat, zstdcat, xzcat or bzcat)") from None
             raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
 
 
@@ -234,10 +236,9 @@ def _opened(path: Path) -> BufferedReader:
 
 def _read_plan(path: Path) -> Plan:
     """Reads a plan. Raises UserError if `open_parts` did not write the file."""
-    try:
+    plan = None
+    with suppress(OSError, ValueError):
         plan = read_json(path)
-    except (OSError, ValueError):
-        plan = None
     if not isinstance(plan, dict) or "input" not in plan:
         raise UserError(
             f"{path}: is there already, and is no plan of a translation: move it away, or name another output"

@@ -1,30 +1,29 @@
 """Any text in any format: pairs stay aligned, each line is counted, none is lost; the same of what is translated."""
 
 import csv
-import gzip
 import io
 import json
-import lzma
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from forked_command import bounded, must_end_in_a_message, run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from prepare_helpers import config_of, read_split
+from source_helpers import PACKERS
 from tokenised_models import demo_tokenizers, make_model_folder
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare import chunks, preparation
 from dist_transformer.data.sources.corpus import read_corpus, scan_corpus
+from dist_transformer.data.sources.files import COMPRESSIONS
 from dist_transformer.data.sources.tables import LONE_SURROGATE
 from dist_transformer.errors import DataError
 
@@ -59,9 +58,6 @@ TEXTS = st.lists(
 LINES = st.lists(st.sampled_from([text.encode("utf-8", "surrogatepass") for text in ODD] + BAD_BYTES), max_size=5).map(
     b"".join
 )
-PACKED: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress,
-}  # fmt: skip
 ENDS = st.sampled_from([b"\n", b"\r\n"])
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -110,7 +106,7 @@ def is_bad(line: bytes) -> bool:
     st.lists(st.tuples(LINES, LINES), min_size=1, max_size=8),
     ENDS,
     st.booleans(),
-    st.sampled_from([*PACKED]),
+    st.sampled_from(["", *COMPRESSIONS]),
     st.booleans(),
 )
 def test_aligned_lines_are_read_as_they_are(folder, pairs, end, has_last_end, packing, has_mark):
@@ -118,7 +114,7 @@ def test_aligned_lines_are_read_as_they_are(folder, pairs, end, has_last_end, pa
     for side, name in enumerate(("a", "b")):
         content = end.join(pair[side] for pair in pairs) + (end if has_last_end or not all(pairs[-1]) else b"")
         mark = BYTE_ORDER_MARK if has_mark or content.startswith(BYTE_ORDER_MARK) else b""  # one is left out
-        (folder / f"{name}.txt{packing}").write_bytes(PACKED[packing](mark + content))
+        (folder / f"{name}.txt{packing}").write_bytes(PACKERS[packing](mark + content))
     config = config_for(folder, {"source": f"a.txt{packing}", "target": f"b.txt{packing}"})
     found, bad = read(config)
     ends = [end.removesuffix(b"\n")] * (len(pairs) - 1) + [

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -41,13 +42,16 @@ def data_in(folder: Path, corpus: CorpusConfig, **settings: object) -> DataConfi
     return DataConfig.model_validate({"root": str(folder), "train": corpus, **settings})
 
 
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+
+
 def pack(text: str, suffix: str) -> bytes:
-    content = text.encode()
-    if suffix == ".gz":
-        return gzip.compress(content)
-    if suffix == ".xz":
-        return lzma.compress(content)
-    return zstandard.ZstdCompressor().compress(content) if suffix == ".zst" else content
+    return PACKERS[suffix](text.encode())
 
 
 def write_tsv(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:

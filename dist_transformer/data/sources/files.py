@@ -14,6 +14,8 @@ from dist_transformer.errors import DataError
 from dist_transformer.plugins import find
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
+PACKED_STARTS = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", *(b"BZh%d1AY&SY" % level for level in range(1, 10)))
+"""First bytes of compressed files: gzip, zstd, xz and bzip2, which is not read."""
 LINE_SUFFIXES = (".tsv", ".csv", ".jsonl")
 ARROW_SUFFIXES = (".parquet", ".arrow")
 THREADS = 16
@@ -68,8 +70,7 @@ def corpus_name(corpus: CorpusConfig, data: DataConfig) -> str:
         return f"the demonstration corpus ({corpus.demo})"
     if corpus.plugin:
         return corpus.plugin
-    names = (corpus.source, corpus.target, corpus.path)
-    return " + ".join(located(data.root, name) for name in names if name)
+    return " + ".join(located(data.root, name) for name in (corpus.source, corpus.target, corpus.path) if name)
 
 
 def table_kind(file: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from dist_transformer.config.paths import is_address
-from dist_transformer.data.sources.files import COMPRESSIONS, compression_suffix
+from dist_transformer.data.sources.files import COMPRESSIONS, PACKED_STARTS, compression_suffix
 from dist_transformer.data.sources.readers import PairReader, Pairs
 from dist_transformer.data.sources.remote import named_errors, open_binary
 from dist_transformer.data.sources.text import decoded, is_utf8
@@ -29,7 +29,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_complete_lines(file: str) -> Iterator[bytes]:
     """Yields lines with their ends, without a byte order mark; decompresses .gz, .zst and .xz.
 
-    DataError if the file cannot be opened, or is damaged or truncated.
+    DataError if the file cannot be opened, is damaged or truncated, or is compressed and not named so.
     """
     with named_errors(file):
         content, suffix = open_binary(file), compression_suffix(file)
@@ -37,6 +37,8 @@ def read_complete_lines(file: str) -> Iterator[bytes]:
         stream = io.BufferedReader(raw, READ_BLOCK_BYTES)
     advice = "Check the network" if is_address(file) else "Copy or download it again"
     with stream, named_errors(file, f"cannot be read to its end. {advice}"):
+        if not suffix and stream.peek().startswith(PACKED_STARTS):
+            raise DataError(f"{file}: is compressed, but not named {', '.join(COMPRESSIONS)}. Unpack it, or rename it.")
         for number, line in enumerate(stream):
             yield line if number else line.removeprefix(BYTE_ORDER_MARK)
 

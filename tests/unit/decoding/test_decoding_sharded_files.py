@@ -1,5 +1,6 @@
 """A file in parts: whole or not there, in order, gone on with by anybody, never mixed with another's."""
 
+import bz2
 import errno
 import fcntl
 import gzip
@@ -317,12 +318,14 @@ def test_a_file_that_changes_between_two_ranges_is_refused_whatever_its_length(t
 
 
 @pytest.mark.parametrize(
-    "compress", [gzip.compress, lzma.compress, lambda text: pa.compress(text, "zstd", asbytes=True)]
+    "compress", [gzip.compress, lzma.compress, bz2.compress, lambda text: pa.compress(text, "zstd", asbytes=True)]
 )
 def test_a_compressed_file_is_told_with_what_unpacks_it(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     (tmp_path / "text.x").write_bytes(compress(b"one\ntwo\n" * 99))
     for read in (digest_and_lines, lambda path: LineReader(path).read(0, 1)):
-        with pytest.raises(UserError, match=r"text\.x: is compressed; unpack it first \(zcat, zstdcat or xzcat\)"):
+        with pytest.raises(
+            UserError, match=r"text\.x: is compressed; unpack it first \(zcat, zstdcat, xzcat or bzcat\)"
+        ):
             read(tmp_path / "text.x")
 
 

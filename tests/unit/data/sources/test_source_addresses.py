@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import lzma
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from source_helpers import pack
 from web_server import WebServer, web_server
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.data.sources import retries
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
-from dist_transformer.data.sources.files import corpus_fingerprint, is_text_at_hand
+from dist_transformer.data.sources.files import COMPRESSIONS, corpus_fingerprint, is_text_at_hand
 from dist_transformer.data.sources.remote import open_parquet
 from dist_transformer.errors import DataError, MachineError
 
@@ -70,16 +70,15 @@ def write_corpora(root: str) -> list[CorpusConfig]:
     }
     table = pa.table({"de": [source for source, _ in PAIRS], "en": [target for _, target in PAIRS]})
     for name, text in lines.items():
-        packed = {"": text.encode(), ".gz": gzip.compress(text.encode()), ".xz": lzma.compress(text.encode())}
-        for suffix, content in packed.items():
-            write(root, name + suffix, content)
+        for suffix in ("", *COMPRESSIONS):
+            write(root, name + suffix, pack(text, suffix))
     with fsspec.open(f"{root}/a.parquet", "wb") as file:
         pq.write_table(table, file, row_group_size=64)
     with fsspec.open(f"{root}/stream.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, 64)
     with fsspec.open(f"{root}/file.arrow", "wb") as file, pa.ipc.new_file(file, table.schema) as stream:
         stream.write_table(table, 64)
-    suffixes = ("", ".gz", ".xz")
+    suffixes = ("", *COMPRESSIONS)
     tables = [f"a.{kind}{suffix}" for kind in ("tsv", "csv", "jsonl") for suffix in suffixes]
     aligned = [CorpusConfig(source=f"a.de{suffix}", target=f"a.en{suffix}") for suffix in suffixes]
     return aligned + [CorpusConfig(path=name) for name in (*tables, "a.parquet", "stream.arrow", "file.arrow")]

@@ -1,20 +1,19 @@
 """What is wrong with a corpus is said with its file, its line and the numbers."""
 
-import gzip
-import lzma
+import bz2
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
-from source_helpers import pack
+from source_helpers import PACKERS, pack
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.data.sources import tables
 from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
-from dist_transformer.data.sources.files import corpus_fingerprint
+from dist_transformer.data.sources.files import COMPRESSIONS, corpus_fingerprint
 from dist_transformer.errors import DataError
 
 GOOD_JSON = b'{"en": "one", "de": "eins"}\n'
@@ -155,12 +154,25 @@ def test_a_column_without_text_is_refused(tmp_path: Path):
         read(tmp_path, CorpusConfig(path="t.parquet"))
 
 
+@pytest.mark.parametrize("packed", [*(PACKERS[suffix] for suffix in COMPRESSIONS), bz2.compress])
+@pytest.mark.parametrize("bad_encoding", ["raise", "drop"])
+@pytest.mark.parametrize("name", ["a.en", "a.de", "a.tsv", "a.csv", "a.jsonl"])
+def test_compressed_text_under_another_name_is_told(
+    tmp_path: Path, name: str, bad_encoding: str, packed: Callable[[bytes], bytes]
+):
+    for file in ("a.en", "a.de"):
+        (tmp_path / file).write_text("one\n" * 99)
+    (tmp_path / name).write_bytes(packed(b"en\tde\n" * 99))
+    corpus = ALIGNED if name in ("a.en", "a.de") else CorpusConfig(path=name)
+    for look in (lambda: scan_corpus(corpus, data_in(tmp_path, corpus, bad_encoding)), lambda: read(tmp_path, corpus)):
+        with pytest.raises(DataError, match=rf"{name}: is compressed, but not named \.gz, "):
+            look()
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("suffix", [*COMPRESSIONS])
 def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage: str):
-    text = "".join(f"line {n} {n * 7919}\n" for n in range(5000)).encode()
-    zstd = zstandard.ZstdCompressor(write_checksum=True)
-    whole = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress}[suffix](text)
+    whole = pack("".join(f"line {n} {n * 7919}\n" for n in range(5000)), suffix)
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
     bad = {"cut": whole[:middle], "flipped": flipped, "foreign": b"no archive at all"}[damage]
@@ -170,7 +182,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage:
         scan_corpus(corpus, data_in(tmp_path, corpus))
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("suffix", [*COMPRESSIONS])
 def test_damage_in_a_later_stream_of_a_compressed_file_is_not_taken_for_its_end(tmp_path: Path, suffix: str):
     later = pack("".join(f"source {n * 7919}\ttarget {n}\n" for n in range(1000)), suffix)
     path, corpus = tmp_path / f"t.tsv{suffix}", CorpusConfig(path=f"t.tsv{suffix}")

@@ -23,11 +23,11 @@ from source_helpers import (
 from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.data.sources.corpus import read_corpus, scan_corpus
 from dist_transformer.data.sources.demo_corpus import demo_pairs
-from dist_transformer.data.sources.files import corpus_fingerprint, find_corpus_files
+from dist_transformer.data.sources.files import COMPRESSIONS, corpus_fingerprint, find_corpus_files
 from dist_transformer.errors import DataError
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("suffix", ["", *COMPRESSIONS])
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_aligned_text_is_cut_at_line_feeds_and_nowhere_else(tmp_path: Path, suffix: str, line_end: str):
     for name, side in (("text.en", 0), ("text.de", 1)):
@@ -39,7 +39,7 @@ def test_aligned_text_is_cut_at_line_feeds_and_nowhere_else(tmp_path: Path, suff
     assert read_all(corpus, data) == HARD_PAIRS
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("suffix", ["", *COMPRESSIONS])
 @pytest.mark.parametrize(
     ("name", "write"),
     [("t.tsv", write_tsv), ("t.csv", write_csv), ("t.jsonl", write_jsonl), ("n.jsonl", write_nested_jsonl)],
