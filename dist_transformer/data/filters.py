@@ -173,7 +173,7 @@ class Cleaner:
                 broken["plugin"][broken["plugin"]] = call(plugin, lambda: [not keep(*pair) for pair in pairs])
             for rule, rows in (repeated or {}).items():
                 broken[rule] = np.isin(text.positions + batch.first_row, rows)
-            text = text.without(broken)
+            text = text.without({rule: broken[rule] for rule in RULES if rule in broken})
         return text
 
     def _by_pair(self, batch: RawBatch) -> KeptText:

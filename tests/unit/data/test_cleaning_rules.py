@@ -136,6 +136,9 @@ def test_a_pair_is_counted_by_the_first_rule_in_the_order_of_the_list():
     names = [name for name in RULE_THRESHOLDS if name not in ("held_out", "lingua", *REPETITION_RULES)]
     text = cleaned([("1 1 1 1 1 1 1 1 1 1 2000", "!!!!!!!!!!!!!!!!!")], dict.fromkeys(names, True))
     assert text.dropped == {"letters": [0]}
+    batch, rules = RawBatch(0, [EN], [DE]), {"held_out": False, **dict.fromkeys(REPETITION_RULES, True)}
+    repeated = {rule: np.array([0]) for rule in reversed(REPETITION_RULES)}
+    assert Cleaner(FilterConfig(rules=rules), ("en", "de")).clean(batch, repeated).dropped == {"duplicates": [0]}
     assert set(RULE_THRESHOLDS) < set(RULES)
 
 
