@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,16 @@ def look_at(run_dir: RunDir) -> RunView:
 
 def newest_records(run_dir: RunDir, since: float = 0.0) -> list[dict[str, Any]]:
     """Returns the newest records of training, newest first, not older than `since`."""
-    records = (r for r in records_of_training(run_dir.metrics) if r["time"] >= since)
-    return list(islice(records, SPEED_RECORDS))
+    return [*islice((r for r in records_of_training(run_dir.metrics) if r["time"] >= since), SPEED_RECORDS)]
 
 
 def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int | None) -> float | None:
-    """Estimates the time to the last step; the speed includes pauses for validation and saving."""
+    """Estimates the time to the last step; the speed includes pauses, a single long one as ten usual intervals."""
     if len(records) < 2 or max_steps is None:
         return None
-    steps, seconds = records[0]["step"] - records[-1]["step"], records[0]["time"] - records[-1]["time"]
-    return (max_steps - step) * seconds / steps if steps > 0 else None
+    steps, gaps = records[0]["step"] - records[-1]["step"], sorted(a["time"] - b["time"] for a, b in pairwise(records))
+    gaps[-1] = min(gaps[-1], max(gaps[-2:][0], 10 * gaps[len(gaps) // 2]))
+    return (max_steps - step) * sum(gaps) / steps if steps > 0 else None
 
 
 def _mtime(path: Path) -> float | None:

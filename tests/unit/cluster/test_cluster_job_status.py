@@ -64,6 +64,17 @@ def test_speed_and_time_to_the_end_come_from_the_records_of_this_start(slurm: Fa
     assert found["warnings"] == []
 
 
+@pytest.mark.parametrize(("pauses", "seconds"), [([7200], 58), ([100, 100], 249), ([100, 7200], 249)])
+def test_a_single_long_pause_does_not_count_as_the_speed(
+    slurm: FakeSlurm, run_dir: RunDir, pauses: list[int], seconds: int
+) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    later = [sum(pauses[: step // 10]) - sum(pauses) for step in range(1, 51)]
+    add_lines(run_dir.metrics, *(trained(step, NOW - 60 + step + later[step - 1]) for step in range(1, 51)))
+    beat(run_dir, NOW - 3, started=NOW - 8000)
+    assert of(run_dir)["seconds_to_last_step"] == pytest.approx((1000 - 50) * seconds / 49)
+
+
 def test_a_run_that_does_not_go_on_has_no_time_to_the_end(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "PENDING", "BeginTime"))
     add_lines(run_dir.metrics, trained(10, NOW - 90), trained(20, NOW - 80))
