@@ -2,7 +2,7 @@
 
 The key of a sentence is a 64-bit hash of its letters, digits and symbols, case folded, and of where its words begin: the
 same text has the same key everywhere, whatever its spaces and punctuation. At 10^9 different pairs about 27 share a key with
-another one by chance (n^2 / 2^65).
+another one by chance (n^2 / 2^65). Classes up to SYMBOL make keys; if they or their order change, so must PREPARED_FORMAT.
 """
 
 import unicodedata

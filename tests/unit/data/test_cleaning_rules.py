@@ -225,6 +225,14 @@ def test_keys_are_of_letters_digits_symbols_and_words():
     assert Sentences(["", "x"]).keys[1] == Sentences(["x"]).keys[0]
 
 
+def test_keys_are_those_of_the_corpora_that_are_prepared():
+    keys = Sentences(["Cafe\u0301 für 5 € 😀", "क्या: 100 % ..."]).keys.tolist()
+    assert keys == [0xE3ADEAB503BE7816, 0x515E059D345DA3], (
+        "held_out.npz and the keys of duplicates would no longer find the same text: a change of keys needs another "
+        "PREPARED_FORMAT of data/recipe.py, which goes on reading the former ones"
+    )
+
+
 def test_signatures_tell_how_similar_sentences_are():
     first = "the quick brown fox jumps over the lazy dog and runs away into the forest"
     texts = [first, first.upper(), first.replace("lazy", "crazy"), "a completely different sentence about other things"]

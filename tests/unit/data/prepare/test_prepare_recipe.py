@@ -6,10 +6,11 @@ import pytest
 from prepare_helpers import NUM_TRAIN, PAIRS, config_of, in_fixed_folder, read_split, write_text
 from web_server import web_server
 
+from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.prepare.progress import prepare_with_progress
-from dist_transformer.data.recipe import not_held_out
+from dist_transformer.data.recipe import not_held_out, recipe_without_corpora
 from dist_transformer.data.sources import files, retries
 from dist_transformer.errors import DataError, MachineError
 
@@ -25,6 +26,20 @@ def test_a_complete_folder_is_taken_as_it_is(tmp_path: Path):
     assert prepare(config, progress=lambda stage, done, total: stages.append(stage)) == manifest
     assert stages == []
     assert (prepared_folder(config) / MANIFEST_NAME).stat().st_mtime_ns == written
+
+
+def test_a_new_setting_at_its_default_is_not_in_the_recipe():
+    recipe = recipe_without_corpora(Config.model_validate({"data": {"train": {"demo": "train"}}}))
+    filters = {"max_tokens": 256, "max_length_ratio": 9.0, "drop_identical": False, "bad_encoding": "raise"}
+    model = {"type": "bpe", "vocabulary_size": 37_000, "shared": True, "character_coverage": 1.0}
+    expected = {
+        "filters": {**filters, "rules": {"held_out": 1}, "scores": {}},
+        "tokenizer": {**model, "training_sentences": 2_000_000},
+    }
+    assert {key: recipe[key] for key in expected} == expected, (
+        "every prepared corpus would be refused as of another recipe: leave a new setting out of data/recipe.py at its "
+        "default, as inline_tags is"
+    )
 
 
 def test_the_default_folder_is_named_by_the_recipe(tmp_path: Path):
