@@ -31,8 +31,10 @@ from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
 
 CPU = torch.device("cpu")
+NOT_IN_CTRANSLATE2: list[dict[str, Any]] = []
+"""Choices that CTranslate2 lacks, so that the export refuses them."""
 VARIANTS: list[dict[str, Any]] = [
-    *CHOICES,
+    *(each for each in CHOICES if each not in NOT_IN_CTRANSLATE2),
     {"norm": "pre", "final_norm": False, "d_ff": 8},
     {"final_norm": True, "activation": "gelu"},
     {"activation": "silu", "output_bias": True},

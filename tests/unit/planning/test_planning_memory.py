@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_choices import CHOICES
 from running import NOT_INHERITED, without
 
 from dist_transformer.config.model_size import (
@@ -89,13 +90,7 @@ def kept_by_autograd(config, shape):
         dict(dropout=0.0),
         dict(dropout=0.1),
         ODD_HEADS,
-        dict(positions="learned", max_positions=40),
-        dict(norm="deepnorm"),
-        dict(positions="rotary"),
-        dict(activation="gelu"),
-        dict(activation="silu"),
-        dict(activation="swiglu"),
-        dict(norm_type="rms"),
+        *CHOICES,
         dict(final_norm=True),
         dict(final_norm=False),
         dict(layer_drop=0.2),
