@@ -17,10 +17,12 @@ done
 
 # Slurm signals every process of the step, this shell too: it keeps running, and the rank handles the signal.
 trap : USR1 USR2 TERM INT
-code=0
+code=0 node=${SLURMD_NODENAME:-?}
 "${DIST_TRANSFORMER_PYTHON:-python3}" -u -m dist_transformer "$@" || code=$?
+# A rank that only lost another, or waited for it, exits with 100 more than 1 or 70: its node is not to blame.
+if [ "$code" = 101 ] || [ "$code" = 170 ]; then code=$((code - 100)) node=; fi
 if [ "$code" != 0 ] && [ -n "${DIST_TRANSFORMER_FIRST_EXIT:-}" ]; then
   # Only the first rank to fail writes: the others fail because of it.
-  (set -o noclobber; echo "$code ${SLURMD_NODENAME:-?}" > "$DIST_TRANSFORMER_FIRST_EXIT") 2>/dev/null || :
+  (set -o noclobber; echo "$code $node" > "$DIST_TRANSFORMER_FIRST_EXIT") 2>/dev/null || :
 fi
 exit "$code"

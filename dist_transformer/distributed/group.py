@@ -325,6 +325,11 @@ def explain(error: BaseException) -> str | None:
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, str(error))), None)
 
 
+def exit_code_of_victim(code: int) -> int:
+    """Exit code of a rank that only lost or waited for another: 100 more, where launch/slurm_task.sh takes them off again."""
+    return code + 100 if "DIST_TRANSFORMER_FIRST_EXIT" in os.environ else code
+
+
 def leave() -> None:
     """Leaves the group at a planned end, without which gloo aborts now and then. Never call it after an exception."""
     if dist.is_initialized():

@@ -86,7 +86,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         say(f"{_name_of(ranks)} failed: {said}")
         _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=cause is not None)
-        leave(EXIT_FAILED)
+        leave(EXIT_FAILED if cause is None else group.exit_code_of_victim(EXIT_FAILED))
     lock.release()
     group.leave()
     return code

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 
-from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.group import Ranks, exit_code_of_victim
 from dist_transformer.errors import EXIT_HANG, say
 
 STOPPED_SECONDS = 5.0
@@ -52,4 +52,4 @@ class Watchdog:
             f"{self._hang_seconds}) while {self._doing}; {self._ranks.last.text()}; where each thread stands:"
         )
         faulthandler.dump_traceback(2)  # all threads; the number of the file, as standard error may be closed
-        os._exit(EXIT_HANG)
+        os._exit(EXIT_HANG if self._ranks.last.ended is not None else exit_code_of_victim(EXIT_HANG))

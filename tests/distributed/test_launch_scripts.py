@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from running import NOT_INHERITED, records, wait_for_step
+
+from dist_transformer.cluster.requeue import first_failure
+from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +86,27 @@ def test_a_signal_to_torchrun_saves(small_corpus, alone):
     out, _ = process.communicate(timeout=200)
     step = records(run)[-1]["step"]
     assert (run / "checkpoints" / f"step_{step:08d}" / "manifest.json").is_file(), out
+
+
+def test_the_node_of_a_rank_that_waited_for_a_frozen_one_is_not_named_to_the_batch_script(small_corpus, tmp_path):
+    common = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+              "DIST_TRANSFORMER_FIRST_EXIT": str(tmp_path / "first")}  # fmt: skip
+    arguments = ("train", "small.yaml", "run.name=frozen", "training.max_steps=100000", "training.hang_seconds=6")
+    tasks = [
+        start(small_corpus, "slurm_task.sh", *arguments, **common, SLURM_PROCID=str(n), SLURMD_NODENAME=f"n{n}")
+        for n in range(2)
+    ]
+    wait_for_step(small_corpus / "runs" / "frozen", 4)
+    [frozen] = psutil.Process(tasks[1].pid).children()
+    frozen.suspend()
+    try:
+        out, _ = tasks[0].communicate(timeout=120)
+    finally:
+        frozen.kill()
+        tasks[1].communicate(timeout=60)
+    code, node = first_failure(tmp_path / "first")
+    assert (tasks[0].returncode, node) == (code, ""), out
+    assert code in (EXIT_FAILED, EXIT_HANG)
 
 
 def test_a_missing_hostfile_is_refused(small_corpus):

@@ -145,6 +145,14 @@ def test_a_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm) -> None:
     assert "--nodelist=n1" in slurm.steps()[-1]
 
 
+def test_no_node_is_left_out_where_the_first_ranks_to_fail_twice_only_waited_for_others(slurm: Slurm) -> None:
+    waited = FAILS.replace("1 n2", "1 ")
+    code, said = slurm.run(waited, waited)
+    assert (code, slurm.ends()) == (1, [(1, "decide", False), (1, "decide", True)])
+    assert "first on" not in said
+    assert "twice" not in said
+
+
 def test_a_node_that_outlived_another_is_not_suspected(slurm: Slurm) -> None:
     """Its ranks fail first, because the others are gone."""
     both = slurm.folder / "both"

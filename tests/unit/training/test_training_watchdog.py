@@ -107,6 +107,19 @@ def test_a_standard_error_that_takes_no_more_writes_keeps_no_rank_alive(ranks, m
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_HANG
 
 
+@pytest.mark.parametrize(("is_over", "code"), [(True, EXIT_HANG), (False, EXIT_HANG + 100)])
+def test_only_a_rank_that_is_in_no_collective_hangs_itself(ranks, monkeypatch, is_over, code):
+    monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", "x")
+    ranks.barrier()
+    monkeypatch.setattr(ranks.last, "ended", ranks.last.ended if is_over else None)
+    if (pid := os.fork()) == 0:
+        try:
+            Watchdog(1, ranks)._end(2.0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+
+
 @pytest.mark.slow
 def test_progress_keeps_it_alive():
     body = "event = threading.Event(); [(event.wait(0.3), watchdog.progress('working')) for _ in range(6)]"
