@@ -85,12 +85,10 @@ def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], sig
     Signals reach `work` as they do ranks. Returns EXIT_REQUEUE if a signal came and `work` ended without error.
     """
     code = _code_of(partial(Forked, work), signals, is_held=True, meanwhile=meanwhile)
-    if code < 0:
-        return _named_failure("the process that prepares the corpus", code)
     if signals.came and code == EXIT_DONE:
         say("stopped before the first step; the same command resumes it")
         return EXIT_REQUEUE
-    return code
+    return _named_failure("the process that prepares the corpus", code)
 
 
 def run_program(command: Sequence[str], signals: Signals, output: BinaryIO | None = None) -> int:
@@ -210,28 +208,31 @@ def _wait_for_all(ranks: list[Process], leave_together: bool) -> int:
     for rank in range(len(ranks)):
         threading.Thread(target=report_end, args=(rank,), daemon=True).start()
     codes: dict[int, int] = {}
+    late: list[int] = []
     first_failure: int | None = None
     deadline: float | None = None
     for _ in ranks:
-        was_killed = False
         try:
             rank = ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
+            if not late and (late := [rank for rank, process in enumerate(ranks) if process.poll() is None]):
+                who, what = ", ".join(map(str, late)), "ended" if first_failure is None else "failed"
+                say(f"rank {who} still ran {GRACE_SECONDS:g} s after another had {what}; killed")
             kill(ranks)
-            rank, was_killed = ended.get(), True
-        code = ranks[rank].poll()
+            rank = ended.get()
+        code = EXIT_FAILED if rank in late else ranks[rank].poll()
         assert code is not None
         codes[rank] = code
-        if first_failure is not None:
-            continue
-        if was_killed:  # no rank has failed: it had finished its work before it let the others leave
-            say(f"rank {rank} still ran {GRACE_SECONDS:g} s after another had ended; killed")
-            codes[rank] = EXIT_FAILED
-        elif code not in (EXIT_DONE, EXIT_REQUEUE):
+        # A late rank is no failure if no other failed: it had finished its work before it let the others leave.
+        if first_failure is None and rank not in late and code not in (EXIT_DONE, EXIT_REQUEUE):
             first_failure = _named_failure(f"rank {rank}", code)
             deadline = time.monotonic() + GRACE_SECONDS
         elif leave_together and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
+    num_failed = sum(code not in (EXIT_DONE, EXIT_REQUEUE) for code in codes.values())
+    by_signal = [f"{rank} ({signal.Signals(-code).name})" for rank, code in codes.items() if code < 0]
+    if 0 < len(by_signal) < num_failed - 1:  # it stands among the messages of all that lost it
+        say(f"{num_failed} ranks failed; ended by a signal: rank {', '.join(by_signal)}")
     return codes[0] if first_failure is None else first_failure
 
 

@@ -134,7 +134,28 @@ def test_a_rank_ended_by_a_signal_fails_the_run_and_is_named(capfd: pytest.Captu
     assert capfd.readouterr().err == "rank 1 was ended by signal SIGKILL\n"
 
 
-def test_ranks_that_stay_after_a_failure_are_killed_with_their_helpers(tmp_path: Path) -> None:
+def test_a_rank_ended_by_a_signal_is_named_last_where_many_ranks_failed_even_if_another_was_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They lost it, and said so; here rank 0 was even quicker."""
+    body = f"""
+        first = '{tmp_path}/first'
+        if rank == 0:
+            open(first + '.new', 'w').write(str(os.getpid()))
+            os.rename(first + '.new', first)
+        while rank and not (os.path.exists(first) and not os.path.exists('/proc/' + open(first).read())):
+            time.sleep(0.01)  # until the launcher has taken its exit code
+        rank == 2 and os.kill(os.getpid(), signal.SIGKILL)
+        print(f'rank {{rank}} of 4 failed', file=sys.stderr)
+        sys.exit(1)
+    """
+    assert _run(body, 4) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "4 ranks failed; ended by a signal: rank 2 (SIGKILL)"
+
+
+def test_ranks_that_stay_after_a_failure_are_killed_with_their_helpers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     body = f"""
         if rank == 0:
             sys.exit(1)
@@ -142,9 +163,10 @@ def test_ranks_that_stay_after_a_failure_are_killed_with_their_helpers(tmp_path:
         open(f'{tmp_path}/{{rank}}{{helper}}', 'w').write(str(os.getpid()))
         time.sleep(600)
     """
-    assert _run(body, 2, grace_seconds=1.0) == 1
+    assert _run(body, 4, grace_seconds=1.0) == 1
     for path in tmp_path.iterdir():
         assert _has_ended(int(path.read_text()))
+    assert capfd.readouterr().err == "rank 1, 2, 3 still ran 1 s after another had failed; killed\n"
 
 
 def _has_ended(pid: int) -> bool:
