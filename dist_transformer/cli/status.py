@@ -81,7 +81,8 @@ def status_rows(document: Document) -> Iterator[tuple[str, str]]:
     yield from _job_rows(document, now)
     if document["state"] is not None:
         is_start = document["state"] == "starting" and document["attempt"] is not None
-        yield "state", f"starting (attempt {document['attempt']})" if is_start else document["state"]
+        why = f"; {document['failure_reason']}" if document["failure_reason"] else ""
+        yield "state", f"starting (attempt {document['attempt']})" if is_start else document["state"] + why
     yield from _progress_rows(document, now)
     yield from _history_rows(document, now)
     if document["mlflow_run_id"]:

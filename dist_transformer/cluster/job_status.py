@@ -17,8 +17,9 @@ from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record, records_of
 from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
+from dist_transformer.run.tail import last_lines
 
 Document = dict[str, Any]
 
@@ -37,6 +38,7 @@ def report(target: RunRef) -> Document:
     log = log_of_run(target.run_dir, target.job_id)
     is_left = is_over and view.state != "finished" and not view.is_alive(now)
     is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
+    failures = (r for r in records_of(last_lines(target.run_dir.history)) if r.get("state") == "failed")
     return {
         **_of_run(view, now),
         "checkpoint": view.checkpoint,
@@ -44,6 +46,7 @@ def report(target: RunRef) -> Document:
         "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
         "set_aside": view.set_aside,
         "attempt": attempt.get("attempt"),
+        "failure_reason": next(failures, {}).get("reason") if view.state == "failed" else None,
         **_of_last_end({} if is_unbegun else view.last_end),
         **({"last_exit_text": "before its ranks started"} if is_unbegun else {}),
         "starts": view.starts,

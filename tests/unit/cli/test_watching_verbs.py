@@ -84,6 +84,15 @@ def test_status_is_lines_of_key_and_value_for_a_program(slurm: FakeSlurm, run_di
     assert "step: 40 of 20 (100 %)" in call("status", run_dir.path).stdout.splitlines()
 
 
+def test_a_failed_run_says_why_until_it_trains_again(slurm: FakeSlurm, tmp_path: Path) -> None:
+    by_hand, end = make_run(tmp_path / "b", "failed"), {"event": "end", "step": 1, "state": "failed"}
+    assert "state: failed" in call("status", by_hand.path).stdout.splitlines()
+    add_lines(by_hand.history, *({**end, "reason": each} for each in ("a first one", "OSError: no disk")))
+    assert "state: failed; OSError: no disk" in call("status", by_hand.path).stdout.splitlines()
+    write_json(by_hand.state, {"state": "running", "step": 1})
+    assert "state: running" in call("status", by_hand.path).stdout.splitlines()
+
+
 def test_a_held_job_has_no_estimate_of_its_start(slurm: FakeSlurm, run_dir: RunDir) -> None:
     for reason, has_estimate in (("Priority", True), ("launch failed requeued held", False)):
         slurm.answers("squeue", job_line("5", "PENDING", reason).replace("N/A", "4000000000"))
