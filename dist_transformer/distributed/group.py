@@ -41,7 +41,7 @@ _CAUSES = (
         "GLOO_SOCKET_IFNAME names an interface that this node lacks, or one without an address (`ip -br addr`): correct it",
     ),
 )
-"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
+"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and its cause: another rank, but in the last."""
 
 
 @dataclass
@@ -290,9 +290,10 @@ def join(timeout_seconds: int) -> Ranks:
     except RuntimeError as error:
         if (cause := explain(error)) is None:
             raise
-        raise MachineError(
-            f"rank {rank} of {num_ranks} on {platform.node()} cannot join the others: {cause}"
-        ) from error
+        refusal = MachineError(f"rank {rank} of {num_ranks} on {platform.node()} cannot join the others: {cause}")
+        if cause != _CAUSES[-1][1]:
+            refusal.exit_code = exit_code_of_victim(refusal.exit_code)
+        raise refusal from error
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
 

@@ -239,8 +239,7 @@ def _wait_for_all(ranks: list[Process], leave_together: bool) -> int:
 def _named_failure(who: str, code: int) -> int:
     if code < 0:
         say(f"{who} was ended by signal {signal.Signals(-code).name}")
-        return EXIT_FAILED
-    return code
+    return EXIT_FAILED if code < 0 else code
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ import pytest
 from running import NOT_INHERITED, without
 
 from dist_transformer.distributed.group import LastCollective, explain
-from dist_transformer.errors import EXIT_HANG
+from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.training.watchdog import Watchdog
 
 WATCHED = """
@@ -175,34 +175,42 @@ def test_errors_after_the_first_keep_their_cause():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "said", "code"),
     [
-        ({"WORLD_SIZE": "2"}, "not all ranks came together within training.hang_seconds"),
+        ({"WORLD_SIZE": "2"}, "not all ranks came together within training.hang_seconds", EXIT_FAILED + 100),
         (
             {"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth77"},
             "GLOO_SOCKET_IFNAME names an interface that this node lacks",
+            EXIT_FAILED,
         ),
     ],
 )
-def test_a_rank_that_was_never_started_and_a_network_that_is_not_there_are_told_as_such(given, said):
+def test_a_rank_that_was_never_started_and_a_network_that_is_not_there_are_told_as_such(given, said, code):
     program = """
 from dist_transformer.distributed import group
 from dist_transformer.errors import MachineError
 try:
     group.join(1)
 except MachineError as error:
-    print(error)
+    print(error, error.exit_code)
 """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", **given}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "DIST_TRANSFORMER_FIRST_EXIT": "x",
+        **given,
+    }
     command = [sys.executable, "-c", program]
     out = subprocess.run(
         command, env={**os.environ, **place}, capture_output=True, text=True, timeout=600, check=True
     ).stdout
     assert "cannot join the others: " in out
     assert said in out
+    assert out.endswith(f" {code}\n")
 
 
 @pytest.mark.parametrize(
