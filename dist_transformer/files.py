@@ -66,10 +66,9 @@ def repeatedly(path: Path, act: Callable[[], Result], final: Collection[int], do
 
 def is_file(path: Path) -> bool:
     """True if `path` is a regular file; retried, so that a fault of the machine does not count against the file."""
-    try:
+    with suppress(OSError):
         return stat.S_ISREG(patiently(path, path.stat).st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def file_clock(folder: Path) -> float:

@@ -246,10 +246,9 @@ class BatchJob:
             if time.monotonic() < asked:
                 return False
             asked = time.monotonic() + 5.0
-            try:
+            with suppress(SlurmError):
                 return len(nodes_that_answer(nodes)) < len(nodes)
-            except SlurmError:
-                return False
+            return False
 
         return is_lost
 

@@ -85,10 +85,9 @@ def _license(card: str) -> str:
 
 def read_card(path: Path) -> str:
     """Text of a card; empty if there is none, or it cannot be read."""
-    try:
+    with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def _render(template: str, **values: Any) -> str:

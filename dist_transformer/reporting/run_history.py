@@ -146,10 +146,9 @@ class RunStory:
         vocabularies = self.prepared.vocabularies if self.prepared else None
         if not sizes or not vocabularies:
             return None
-        try:
+        with suppress(ValueError):  # settings of another version
             return count_by_part(ModelConfig.model_validate(sizes), *vocabularies).total
-        except ValueError:  # settings of another version
-            return None
+        return None
 
     @property
     def restart_steps(self) -> list[int]:

@@ -59,10 +59,9 @@ def allowance(ranks: Ranks) -> Allowance:
 
 def _left_to_all() -> list[Allowance]:
     machine = Allowance(psutil.virtual_memory().available, "the machine's memory")
-    try:
+    with suppress(OSError):
         return [machine, *cgroup_allowances(CGROUPS, Path("/proc/self/cgroup").read_text(encoding="utf-8"))]
-    except OSError:
-        return [machine]
+    return [machine]
 
 
 def _left_to_process() -> list[Allowance]:

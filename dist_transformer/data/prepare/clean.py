@@ -65,11 +65,10 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
 def is_cleaned(folder: Path) -> bool:
     """True if `clean` wrote in this folder, and its work folder is none of another program."""
     work = folder / WORK_FOLDER
-    try:
+    with suppress(OSError, ValueError, TypeError):
         is_free = not work.exists() or not any(work.iterdir())
         return (work / LABEL).is_file() or (is_free and "corpora" in read_json(folder / REPORT_NAME))
-    except (OSError, ValueError, TypeError):
-        return False
+    return False
 
 
 @contextmanager

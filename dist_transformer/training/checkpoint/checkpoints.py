@@ -237,10 +237,9 @@ def _with_suffix(run_dir: RunDir, suffix: str) -> list[Path]:
 def _entries(run_dir: RunDir, pattern: str) -> list[Path]:
     """Lists entries by `iterdir`: `glob` finds nothing on a disk that does not answer, and the run would start anew."""
     folder = run_dir.checkpoints
-    try:
+    with suppress(OSError):  # no checkpoint yet
         return [path for path in patiently(folder, lambda: [*folder.iterdir()]) if re.fullmatch(pattern, path.name)]
-    except OSError:
-        return []  # no checkpoint yet
+    return []
 
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:
