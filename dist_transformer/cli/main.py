@@ -131,6 +131,7 @@ def main() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:  # closed, as by `2>&-`: the next file that is opened would take its number
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # which dup2 does not where it is that number already
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_WAITING_THREADS)  # OpenMP reads it when torch is imported

@@ -95,7 +95,7 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
             record.measures |= step()
         ranks.barrier()
     except (RuntimeError, UserError) as error:  # torch raises them when a rank does not join, or leaves
-        text = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        text = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0][:300]
         if re.search(r"client socket has (timed out|failed)|failed to connect", text):
             record.versions[REACHES_FIRST] = "no"
         record.together = f"{record.together}: {text}"

@@ -10,6 +10,7 @@ attempts.jsonl. A start that died says nothing of its end: the next one records 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise, zip_longest
@@ -132,10 +133,9 @@ def _starts(run_dir: RunDir, now: float) -> list[_Start]:
 
 def _last_sign(run_dir: RunDir, now: float) -> float:
     """Returns when a start without an end, and without another one after it, was seen last: `now` if it lives."""
-    try:
+    with suppress(OSError):
         return min(now, run_dir.owner.stat().st_mtime)
-    except OSError:
-        return max((record.get("time", 0.0) for record in read_records(run_dir.metrics)), default=0.0)
+    return max((record.get("time", 0.0) for record in read_records(run_dir.metrics)), default=0.0)
 
 
 def _count(record: Record, starts: Sequence[_Start]) -> None:
@@ -167,10 +167,9 @@ def _move_overlaps(starts: Sequence[_Start]) -> None:
 
 def _submitted(run_dir: RunDir, latest: float) -> float:
     """Returns when the run was given to Slurm first, if its newest job is its first one, else `latest`."""
-    try:
+    with suppress(ValueError):
         return min(latest, datetime.fromisoformat(str(read_record(run_dir.job).get("submitted_at"))).timestamp())
-    except ValueError:
-        return latest
+    return latest
 
 
 def goodput_text(goodput: Goodput) -> str:

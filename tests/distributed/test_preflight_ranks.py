@@ -10,6 +10,7 @@ import pytest
 from running import NOT_INHERITED, without
 
 from dist_transformer.files import read_json
+from dist_transformer.preflight.outliers import REACHES_FIRST
 from dist_transformer.preflight.report import main, rank_file
 from dist_transformer.processes.launching import rank_environment
 
@@ -77,6 +78,20 @@ def test_when_a_rank_never_comes_the_others_say_so_in_time_and_its_node_is_named
     assert (report["silent"], report["exclude"], report["complete"]) == (["n3"], ["n3"], False)
     assert report["nodes"]["n1"]["matmul_tflops"] > 0.0
     assert "joining the others" in read_json(rank_file(tmp_path, 0))["together"]
+
+
+def test_a_node_from_which_rank_0_is_not_reached_is_named_by_that(tmp_path):
+    program = """
+import sys, time
+from pathlib import Path
+from dist_transformer.preflight.measure import RankRecord, _measure_together
+sys.exit(_measure_together(RankRecord(1, "n2", 2, 1, "cpu"), Path(sys.argv[1]), time.monotonic() + 3))
+"""
+    environment = {**without(NOT_INHERITED), **rank_environment(1, 2, free_port())}  # where nothing listens
+    command = [sys.executable, "-c", program, str(rank_file(tmp_path, 1))]
+    assert subprocess.run(command, env=environment, timeout=600, check=False).returncode == 1
+    record = read_json(rank_file(tmp_path, 1))
+    assert record["versions"] == {REACHES_FIRST: "no"}, record["together"]
 
 
 def test_a_rank_that_hangs_in_a_call_is_ended_by_the_kernel(tmp_path):

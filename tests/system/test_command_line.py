@@ -68,6 +68,16 @@ def test_closed_streams_take_nothing_into_the_files_of_results(tmp_path):
         run = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, timeout=600, check=False)
         assert run.returncode == code
     assert (tmp_path / "out.de").read_bytes() == b""
+    program = tmp_path / "child.py"  # of which the standard error is closed, and its child's with it
+    program.write_text("""
+import os
+from dist_transformer.cli import main
+main.run_as_command = lambda app: print(os.system("echo a >&2"))
+main.main()
+""")
+    ended = ["bash", "-c", f"exec {sys.executable} {program} 2>&-"]
+    told = subprocess.run(ended, env=environment, stdout=subprocess.PIPE, timeout=600, check=True, text=True).stdout
+    assert told == "0\n"
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.name)
