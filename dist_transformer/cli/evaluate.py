@@ -224,7 +224,7 @@ def scored(
 
 @dataclass(frozen=True)
 class _Text:
-    """What is scored. `language`: of the target, "" if it is not known; `prefix`: the tags of each line of the source."""
+    """A text to be scored. `language`: of the target, "" if it is not known; `prefix`: the tags of each line of the source."""
 
     name: str
     pairs: Pairs

@@ -109,7 +109,7 @@ def init_command(
 
 
 class _Questions:
-    """What no option gives: asked at a terminal, else as proposed, which `chosen` then says."""
+    """Questions about what no option gives: asked at a terminal, else answered as proposed, which `chosen` then says."""
 
     def __init__(self, is_asked: bool) -> None:
         self._is_asked = is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()

@@ -25,7 +25,7 @@ from dist_transformer.config.slurm_schema import Stage
 from dist_transformer.errors import ConfigError, say
 from dist_transformer.files import replacing, write_json, write_text
 from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
-from dist_transformer.run.attempts import attempts
+from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import while_nobody_submits
@@ -111,7 +111,8 @@ def submit(submission: Submission) -> dict[str, str]:
     with while_nobody_submits(run_dir):
         if found := busy_problems(run_dir):  # of a submission that has ended since the checks
             raise ConfigError(found, "cannot submit:")
-        if (told := ask_slurm(RunRef(run_dir, newest_job_id(run_dir)))).problem and not told.was_asked:
+        newest = newest_job_id(run_dir)
+        if newest and may_be_hidden(run_dir, newest) and not (told := ask_slurm(RunRef(run_dir, newest))).was_asked:
             say(f"warning: {told.problem}")
         for job in submission.jobs:
             ids[job.stage] = _submit_next(job, after, ids) if ids else _submit_first(submission)

@@ -23,6 +23,7 @@ from dist_transformer.errors import MachineError, UserError
 from dist_transformer.processes.launching import free_port
 
 Result = TypeVar("Result")
+_NO_INTERFACE = "GLOO_SOCKET_IFNAME names no interface of this node that has an address (`ip -br addr`): correct it"
 _CAUSES = (
     (
         r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
@@ -36,12 +37,9 @@ _CAUSES = (
         r"waiting for clients|wait timeout after|client socket has (timed out|failed)",
         "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
     ),
-    (
-        "Unable to find address for",
-        "GLOO_SOCKET_IFNAME names an interface that this node lacks, or one without an address (`ip -br addr`): correct it",
-    ),
+    ("Unable to find address for", _NO_INTERFACE),
 )
-"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and its cause: another rank, but in the last."""
+"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
 
 
 @dataclass
@@ -291,7 +289,7 @@ def join(timeout_seconds: int) -> Ranks:
         if (cause := explain(error)) is None:
             raise
         refusal = MachineError(f"rank {rank} of {num_ranks} on {platform.node()} cannot join the others: {cause}")
-        if cause != _CAUSES[-1][1]:
+        if cause != _NO_INTERFACE:  # all others are of another rank
             refusal.exit_code = exit_code_of_victim(refusal.exit_code)
         raise refusal from error
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))

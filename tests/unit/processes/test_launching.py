@@ -354,7 +354,7 @@ def _task(tmp_path: Path, trainer: str = "exec env", **environment: str) -> "sub
 
 
 def _environment_of_task(tmp_path: Path, **environment: str) -> dict[str, str]:
-    """What launch/slurm_task.sh gives the trainer."""
+    """Returns the environment that launch/slurm_task.sh gives the trainer."""
     done = _task(tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)

@@ -180,7 +180,7 @@ def test_errors_after_the_first_keep_their_cause():
         ({"WORLD_SIZE": "2"}, "not all ranks came together within training.hang_seconds", EXIT_FAILED + 100),
         (
             {"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth77"},
-            "GLOO_SOCKET_IFNAME names an interface that this node lacks",
+            "GLOO_SOCKET_IFNAME names no interface of this node",
             EXIT_FAILED,
         ),
     ],

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_helpers import PAIRS, SMALL, config_of, in_fixed_folder, read_split, write_text
 
+from dist_transformer.config.schema import Config
 from dist_transformer.data.loader.window_request import random_generator
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
 from dist_transformer.data.prepare import chunks, preparation, shards
@@ -55,6 +56,17 @@ def stop_at_record(patch: pytest.MonkeyPatch, number: int, after: bool) -> None:
     patch.setattr(Work, "finish", stopping(Work.finish))
 
 
+def stopped_between_chunks(folder: Path) -> Config:
+    """Configuration of a preparation that was stopped when some of its chunks were made."""
+    write_text(folder)
+    config = config_of(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_record(patch, 4, after=True)
+        with pytest.raises(Stopped):
+            prepare(config)
+    return config
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("number", range(1, RECORDS + 1))
@@ -71,12 +83,7 @@ def test_stopped_around_any_record_the_result_is_the_same(tmp_path: Path, whole:
 
 
 def test_finished_units_are_not_made_again(tmp_path: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch):
-    write_text(tmp_path)
-    config = config_of(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at_record(patch, 4, after=True)
-        with pytest.raises(Stopped):
-            prepare(config)
+    config = stopped_between_chunks(tmp_path)
     made: list[str] = []
     finish = Work.finish
     monkeypatch.setattr(Work, "finish", lambda work, unit, result: (made.append(unit), finish(work, unit, result)))
@@ -217,12 +224,7 @@ def test_two_at_once_make_it_once(tmp_path: Path, whole: Manifest):
 
 
 def test_chunks_of_a_version_that_counted_no_unknown_tokens_are_taken(tmp_path: Path, whole: Manifest):
-    write_text(tmp_path)
-    config = config_of(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at_record(patch, 4, after=True)
-        with pytest.raises(Stopped):
-            prepare(config)
+    config = stopped_between_chunks(tmp_path)
     [*made] = (prepared_folder(config) / WORK_FOLDER).glob("train-chunk-*.json")
     for path in made:
         result = read_json(path)
@@ -243,12 +245,7 @@ def test_an_unreadable_state_is_named(tmp_path: Path):
 
 
 def test_a_preparation_that_was_begun_without_commits_of_the_hub_goes_on(tmp_path: Path, whole: Manifest):
-    write_text(tmp_path)
-    config = config_of(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at_record(patch, 4, after=True)
-        with pytest.raises(Stopped):
-            prepare(config)
+    config = stopped_between_chunks(tmp_path)
     path = prepared_folder(config) / WORK_FOLDER / STATE_NAME
     state = read_json(path)
     assert state.pop("commits") == {}
