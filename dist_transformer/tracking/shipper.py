@@ -268,7 +268,6 @@ class BackgroundShipper:
         self._abandoned = shipper.abandoned
         self._thread = threading.Thread(target=self._run, name=f"tracking {shipper.folder.absolute()}", daemon=True)
         self._delivered_all = False
-        self._outage_began: float | None = None
         self._newest_failure = -math.inf
 
     def start(self) -> None:
@@ -306,8 +305,12 @@ class BackgroundShipper:
             logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
 
     def _deliver_until_closed(self) -> None:
-        """One warning when the server stops answering, one line when it caught up, growing waits in between."""
+        """One warning when the server stops answering, one line when it caught up, growing waits in between.
+
+        A single failure is none: a connection that broke says nothing of what the server has.
+        """
         wait_seconds = POLL_SECONDS
+        failures: list[float] = []  # times of those since the last pass that delivered
         while not self._abandoned.is_set():
             closing = self._closing.is_set()  # read before the pass, so that it includes all events added until closing
             try:
@@ -316,18 +319,17 @@ class BackgroundShipper:
                 if self._abandoned.is_set():
                     return
                 self._newest_failure = time.monotonic()
-                if self._outage_began is None:
-                    self._outage_began, wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
+                wait_seconds = min(2 * wait_seconds, LONGEST_WAIT_SECONDS) if failures else FIRST_WAIT_SECONDS
+                failures.append(self._newest_failure)
+                if len(failures) == 2:
                     said = "MLflow takes no data; training continues and all is sent later. Its answer: %s"
                     logger.warning(said, trouble)
-                else:
-                    wait_seconds = min(2 * wait_seconds, LONGEST_WAIT_SECONDS)
             else:
-                if self._outage_began is not None:
-                    seconds = time.monotonic() - self._outage_began
+                if len(failures) > 1:
+                    seconds = time.monotonic() - failures[0]
                     counts = f"{delivery.points} points, {delivery.events} events"
                     logger.warning("MLflow caught up after %.0f s: %s", seconds, counts)
-                self._outage_began, wait_seconds = None, POLL_SECONDS
+                failures, wait_seconds = [], POLL_SECONDS
                 self._delivered_all = closing
                 if closing:
                     return

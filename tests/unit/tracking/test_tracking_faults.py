@@ -226,7 +226,7 @@ def test_wrong_credentials_are_one_warning_that_says_what_to_set(
 ) -> None:
     proxy.set_fault(Fault(status=status, body=body))
     tracker, log = following(run_dir, proxy.uri)
-    seconds = train_while(log, tracker, 1, lambda: proxy.met < 2)
+    seconds = train_while(log, tracker, 1, lambda: not warnings(caplog))
     (warning,) = warnings(caplog)
     for variable in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         assert variable in warning
@@ -271,11 +271,13 @@ def test_a_server_whose_disk_is_full_takes_all_once_there_is_space(
     train(log, range(1, 11))
     wait_until(lambda: sent_step(run_dir) == 10)
     filler = small_disk / "filler"
-    subprocess.run(["dd", "if=/dev/zero", f"of={filler}"], check=False, capture_output=True)  # until there is no space
-    seconds = train_while(log, tracker, 11, lambda: not warnings(caplog))
+    try:
+        subprocess.run(["dd", "if=/dev/zero", f"of={filler}"], check=False, capture_output=True)  # until it is full
+        seconds = train_while(log, tracker, 11, lambda: not warnings(caplog))
+        save_checkpoint(tracker, run_dir.path, 10)
+    finally:
+        filler.unlink()
     assert "disk is full" in warnings(caplog)[0]
-    save_checkpoint(tracker, run_dir.path, 10)
-    filler.unlink()
     tracker.close("FINISHED")
     assert_complete(server.uri, run_dir)
     assert_never_held_up(seconds)
