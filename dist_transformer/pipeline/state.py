@@ -193,31 +193,16 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     record = planned.record if planned else read_record(pipeline.folder(name) / RECORD)
     settings, named = what_goes_in(pipeline, name)
     known = record.get("files", {}) | (planned.now["files"] if planned else {})
-    # The version before named files by their whole path, which may begin at the root, where data.root ends with slashes.
-    whole = {os.path.normpath(file): file for file in known}
-    keys = {file: f"{path}{SCORES * file.endswith(SCORES)}".removeprefix(str(root)) for file, path in named.items()}
-    paths = {file if file in known else whole.get(keys[file], file): path for file, path in named.items()}
-    files = _fingerprints(paths, known, hashed)
-    # As versions before counted them: a node that they have made is not made again.
-    texts, before_of = [json.dumps(each, sort_keys=True) for each in settings], record.get("made_of", {})
-    texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
-    texts += [text.replace('"matrices": "adam", ', "") for text in texts]  # from before there was another choice
-    former = [json_digest(each) for one in texts for each in (one.replace(str(root), ""), _moved(one, root))]
-    counted, of_nodes = before_of.get("settings"), {other: before[other].now["key"] for other in reads}
+    files = _fingerprints(_by_known_names(named, known, root), known, hashed)
+    due = [other for other in reads if before[other].is_due]
     made_of = {
-        "settings": counted if counted in former else json_digest(_moved(texts[0], root)),
+        "settings": json_digest(_moved(json.dumps(settings[0], sort_keys=True), root)),
         "files": _sums(files),
-        "nodes": of_nodes,
+        "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,
     }
-    # Nor did they count files of quality scores, and nodes to which a path that was typed leads.
-    fewer = _sums({file: each for file, each in files.items() if not file.endswith(SCORES)})
-    given = {other: of_nodes[other] for other in reads if before[other].is_due or other in before_of.get("nodes", {})}
-    for uncounted in ({"files": fewer}, {"nodes": given}, {"files": fewer, "nodes": given}):
-        if record.get("key") == json_digest({**made_of, **uncounted}):
-            made_of = made_of | uncounted
+    made_of = _as_counted_before(made_of, settings, record, due, root)
     now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
-    due = [other for other in reads if before[other].is_due]
     state: Literal["done", "begun", "changed", "new"] = "done"
     why = f"follows {', '.join(due)}" if due else ""
     if "key" not in record:
@@ -232,6 +217,33 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
     follows = due if state == "done" else [other for other in due if before[other].restarts]
     anew = state in ("new", "changed") or follows != []
     return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
+
+
+def _by_known_names(named: dict[str, Path], known: Fingerprints, root: Path) -> dict[str, Path]:
+    """Returns files by known names: the version before named them by whole paths where data.root ends with slashes."""
+    whole = {os.path.normpath(file): file for file in known}
+    keys = {file: f"{path}{SCORES * file.endswith(SCORES)}".removeprefix(str(root)) for file, path in named.items()}
+    return {file if file in known else whole.get(keys[file], file): path for file, path in named.items()}
+
+
+def _as_counted_before(
+    made_of: dict[str, Any], settings: list[Any], record: dict[str, Any], due: list[str], root: Path
+) -> dict[str, Any]:
+    """Returns what a node is made of as a former version that made it counted it, so that it is not made again."""
+    before = record.get("made_of", {})
+    texts = [json.dumps(each, sort_keys=True) for each in settings]
+    texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
+    texts += [text.replace('"matrices": "adam", ', "") for text in texts]  # from before there was another choice
+    former = [json_digest(each) for text in texts for each in (text.replace(str(root), ""), _moved(text, root))]
+    if (counted := before.get("settings")) in former:
+        made_of = made_of | {"settings": counted}
+    # They counted no files of quality scores, and no nodes to which a path that was typed leads.
+    files = {file: each for file, each in made_of["files"].items() if not file.endswith(SCORES)}
+    nodes = {other: key for other, key in made_of["nodes"].items() if other in due or other in before.get("nodes", {})}
+    for uncounted in ({"files": files}, {"nodes": nodes}, {"files": files, "nodes": nodes}):
+        if record.get("key") == json_digest(made_of | uncounted):
+            return made_of | uncounted
+    return made_of
 
 
 def _moved(text: str, root: Path) -> str:

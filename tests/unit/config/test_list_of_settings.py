@@ -70,7 +70,8 @@ def test_the_list_of_settings_is_the_one_that_was_agreed_on():
         f"new: {sorted(new)}. A setting must earn its place: say why no value fits everyone, else make it a constant of the "
         "module that uses it, or an option of the command; then add it to this list. "
         "What exists must stay usable at its default: of model, recipe_of_checkpoint of run/resume_checks.py; of data.filters, a "
-        "corpus or tokenizer, leave it out of data/recipe.py; any that a pipeline counts, _state_of of pipeline/state.py"
+        "corpus or tokenizer, leave it out of data/recipe.py; any that a pipeline counts, "
+        "_as_counted_before of pipeline/state.py"
     )
     assert not gone, (
         f"gone: {sorted(gone)}. Files that have them must still be read: config/former_keys.py; then remove them"
