@@ -344,8 +344,8 @@ def report_to_mlflow(found: Scored) -> None:
     if found.run is None or not found.run[0].tracking.enabled:
         return
     from dist_transformer.run.lock import while_nobody_trains
+    from dist_transformer.run.metrics_log import add_event
     from dist_transformer.tracking.final_status import settle, status_said
-    from dist_transformer.tracking.outbox import add_event
 
     config, run_dir = found.run
     if (status := status_said(run_dir)) is None:

@@ -4,10 +4,8 @@ An attempt that made a new checkpoint may always be followed by another. Without
 `slurm.max_restarts_without_progress` attempts follow, so that a job that always fails at the same place ends.
 """
 
-import json
 import math
 import os
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from dist_transformer.files import refresh, write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import remove_torn_line
+from dist_transformer.run.metrics_log import add_event
 from dist_transformer.run.records import read_record
 
 How = Literal["decide", "barred", "cancelled", "ended", "preflight"]
@@ -179,10 +177,7 @@ def note_lost_host(run_dir: RunDir, job: str, attempt: int, host: str) -> None:
 
 
 def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) -> None:
-    record = {"event": event, "time": round(time.time(), 3), "job": job, "attempt": attempt, **values}
-    remove_torn_line(run_dir.attempts)
-    with run_dir.attempts.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    add_event(run_dir.attempts, event, {"job": job, "attempt": attempt, **values})
 
 
 def _max_restarts(run_dir: RunDir) -> int:

@@ -41,7 +41,7 @@ class MetricsLog:
     def __init__(self, path: Path, echo: TextIO | None = None) -> None:
         self.path, self._echo = path, echo
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_torn_line(path)
+        _remove_torn_line(path)
         self._pending = b""
         self._file: FileIO | None = path.open("ab", buffering=0)
         self._end = self._file.tell()
@@ -51,7 +51,7 @@ class MetricsLog:
         that the disk does not take are kept in memory, and written with a later one."""
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
-        line = encode(head | dict(values))
+        line = _encode(head | dict(values))
         if self._echo is not None:
             say(line[:-1], self._echo)
         self._pending += line.encode()
@@ -65,7 +65,7 @@ class MetricsLog:
         self.close()
         if any(record.get(field, 0) > last for record in read_records(self.path)):
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
-                kept.writelines(encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
+                kept.writelines(_encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
         self._file = self.path.open("ab", buffering=0)
         self._end = self._file.tell()
 
@@ -97,6 +97,14 @@ class MetricsLog:
                 file.close()
 
 
+def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
+    """Appends one record to a file that several processes write to, one after the other. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_torn_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_encode({"event": event, "time": round(time.time(), 3), **details}))
+
+
 def read_records(path: Path, *events: str) -> Iterator[dict[str, Any]]:
     """Yields the records of `path`, or only of `events`, oldest first; none if it is no file. Skips torn and damaged lines."""
     yield from (record for record, _ in read_records_from(path, 0, events))
@@ -122,13 +130,13 @@ def read_records_from(path: Path, offset: int, events: Collection[str] = ()) -> 
                 yield record, offset
 
 
-def remove_torn_line(path: Path) -> None:
+def _remove_torn_line(path: Path) -> None:
     """Truncates `path` after its last newline: the rest is an incomplete line."""
     if path.exists() and (whole := end_of_last_line(path)) < path.stat().st_size:
         os.truncate(path, whole)
 
 
-def encode(record: Mapping[str, Any]) -> str:
+def _encode(record: Mapping[str, Any]) -> str:
     """Returns one record as one line; bytes of a path that are not UTF-8 become `?`."""
     odd = {key: str(value) for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps({**record, **odd}, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"

@@ -9,9 +9,8 @@ from dist_transformer.config.loading import flatten, load_config
 from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records, read_records_from
+from dist_transformer.run.metrics_log import add_event, read_records, read_records_from
 from dist_transformer.run.records import read_record
-from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
 from dist_transformer.tracking.tracker import memory_of, model_event, target_of
 

@@ -13,17 +13,16 @@ channel is in order and has its own offset, so that quick events do not wait for
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from dist_transformer.errors import DistTransformerError
 from dist_transformer.files import write_json
-from dist_transformer.run.metrics_log import encode, remove_torn_line
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +118,6 @@ def load_memory(path: Path, run_name: str, run_id: str | None = None) -> Deliver
         why = f"{error}".replace("\n", " ")[:200]
         logger.warning("%s: cannot be used, so delivery begins again; MLflow keeps each point once: %s", path, why)
     return DeliveryState(run_name) if run_id is None else DeliveryState(run_name, run_id)
-
-
-def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
-    """Appends one event to the outbox. Raises OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_torn_line(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(encode({"event": event, "time": round(time.time(), 3), **details}))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dist_transformer.config.schema import DecodingConfig, TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.metrics_log import add_event, read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.content import UPLOAD_MEGABYTES, megabytes_of
 from dist_transformer.tracking.description import description, standard_tags
@@ -35,7 +35,6 @@ from dist_transformer.tracking.outbox import (
     ServerRefused,
     ServerTrouble,
     Target,
-    add_event,
     load_memory,
 )
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper

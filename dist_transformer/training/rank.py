@@ -26,10 +26,10 @@ from dist_transformer.processes.launching import threads_per_rank
 from dist_transformer.processes.stop_request import StopRequest, leave
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock
+from dist_transformer.run.metrics_log import add_event
 from dist_transformer.run.outputs import check_output, check_run_folder, is_misplaced, writing
 from dist_transformer.run.records import read_record
 from dist_transformer.tracking.final_status import status_said
-from dist_transformer.tracking.outbox import add_event
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, first_bad_step, read_recovery, recover
 from dist_transformer.training.metrics.console import Terminal

@@ -17,10 +17,10 @@ from mutated_runs import VALUES, changed, copy_of, damaged, write_run
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.files import read_json, write_text
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records, read_records_from
+from dist_transformer.run.metrics_log import add_event, read_records, read_records_from
 from dist_transformer.run.tail import GrowingFile, last_lines
 from dist_transformer.tracking.messages import send_event
-from dist_transformer.tracking.outbox import CannotBeSent, DeliveryState, add_event, load_memory
+from dist_transformer.tracking.outbox import CannotBeSent, DeliveryState, load_memory
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from dist_transformer.cluster.submit import note_job
 from dist_transformer.files import write_json, write_text
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking.outbox import DeliveryState, add_event
+from dist_transformer.run.metrics_log import MetricsLog, add_event
+from dist_transformer.tracking.outbox import DeliveryState
 
 VALUES: list[Any] = [
     None,

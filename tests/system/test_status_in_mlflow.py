@@ -16,10 +16,9 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.files import read_json
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.run.status import SILENT_SECONDS
 from dist_transformer.tracking.final_status import settle, status_said
-from dist_transformer.tracking.outbox import add_event
 
 pytestmark = pytest.mark.slow
 

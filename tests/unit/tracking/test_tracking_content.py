@@ -16,10 +16,9 @@ from tracking_helpers import TimedTracker, curves_in_file, curves_on_server, run
 
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import mlflow_models
 from dist_transformer.tracking.description import description
-from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.tracker import Tracker, sync
 
 UID = "id of this run"

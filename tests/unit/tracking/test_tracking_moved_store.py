@@ -20,9 +20,8 @@ from tracking_helpers import (
 
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking.final_status import settle
-from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.tracker import Tracker, store_uri, sync
 
 

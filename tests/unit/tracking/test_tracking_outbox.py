@@ -11,11 +11,11 @@ from mlflow.utils.validation import _validate_metric_name
 from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.files import write_text
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.metrics_log import add_event, read_records
 from dist_transformer.tracking.final_status import has_arrived
 from dist_transformer.tracking.messages import folder_digest, points_of
 from dist_transformer.tracking.mlflow_client import explanation, translated_errors, valid_key
-from dist_transformer.tracking.outbox import DeliveryState, ServerRefused, ServerTrouble, add_event, load_memory
+from dist_transformer.tracking.outbox import DeliveryState, ServerRefused, ServerTrouble, load_memory
 from dist_transformer.tracking.tracker import memory_of
 
 

@@ -23,10 +23,10 @@ from tracking_helpers import (
 
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import mlflow_client, shipper
 from dist_transformer.tracking.final_status import has_arrived
-from dist_transformer.tracking.outbox import DeliveryState, add_event
+from dist_transformer.tracking.outbox import DeliveryState
 from dist_transformer.tracking.tracker import Status, sync, target_of
 
 

@@ -23,8 +23,7 @@ from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, goodput_of
-from dist_transformer.run.metrics_log import MetricsLog, read_records
-from dist_transformer.tracking.outbox import add_event
+from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records
 from dist_transformer.training import finish, rank, run_log, trainer
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.run_log import RunLog, add_to_history, is_best_so_far, note
