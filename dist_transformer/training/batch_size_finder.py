@@ -116,9 +116,25 @@ def find_max_tokens(
     held = 0 if ranks.device.type == "cuda" else sum(p.numel() * p.element_size() for p in module.parameters())
     found = allowance(ranks)
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
+    smallest, at_once = 2 * data.filters.max_tokens, lanes_of_pass(data.lanes, training, ranks.num_ranks)
+    probe: _Probe | None = None
+
+    def measure(budget: int) -> tuple[int, float] | None:
+        nonlocal probe
+        try:
+            probe = probe or _Probe(module, ranks.device, training)
+            return probe.measure(largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once), progress)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
     ranks.barrier()  # no rank fills memory before all have measured the free memory
     with explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
-        growth = _growth(module, data, ranks, training, for_activations.bytes, progress)
+        growth, limit_bytes = Growth(smallest), for_activations.bytes
+        if limit_bytes > 0:
+            growth = grow(smallest, measure, limit_bytes, may_be_slow=ranks.device.type == "cpu")
+        probe = None  # its memory is given back
         give_back(ranks.device)
     answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
@@ -225,32 +241,6 @@ class _Probe:
             most = peak(self._device)  # waits for the GPU
             slowest = max(slowest, time.monotonic() - started)
         return max(0, most - self._before), slowest
-
-
-def _growth(
-    module: Objective,
-    data: DataConfig,
-    ranks: Ranks,
-    training: TrainingConfig,
-    limit_bytes: int,
-    progress: Callable[[], None],
-) -> Growth:
-    smallest, at_once = 2 * data.filters.max_tokens, lanes_of_pass(data.lanes, training, ranks.num_ranks)
-    probe: _Probe | None = None
-
-    def measure(budget: int) -> tuple[int, float] | None:
-        nonlocal probe
-        try:
-            probe = probe or _Probe(module, ranks.device, training)
-            return probe.measure(largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once), progress)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-
-    if limit_bytes <= 0:
-        return Growth(smallest)
-    return grow(smallest, measure, limit_bytes, may_be_slow=ranks.device.type == "cpu")
 
 
 def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
