@@ -122,7 +122,6 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
 
 
 def _translate_stream(task: "Task") -> None:
-    """Translates standard input to standard output."""
     from dist_transformer.decoding.engines import folders_of, open_search
     from dist_transformer.decoding.sharded_files import decoded_lines, numbered_lines
     from dist_transformer.decoding.translation_lines import translated

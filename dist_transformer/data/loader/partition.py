@@ -193,7 +193,6 @@ class Planner:
         return tuple(stream.after(quota, left.get(corpus, []), rows) for corpus, (stream, quota, rows) in streams)
 
     def _order(self, corpus: int, number: int) -> "_PassOrder":
-        """Returns the order of a pass; caches those of the newest passes."""
         key = (corpus, number)
         if key not in self._orders:
             self._orders[key] = _PassOrder(self.group_rows[corpus], self.seed, corpus, number)

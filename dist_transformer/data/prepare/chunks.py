@@ -244,7 +244,6 @@ class Units:
         return write_shard(table, self._folder, file, self._config.data.row_group_rows, count)
 
     def _estimated(self, name: str, rows: int) -> tuple[int, int]:
-        """Estimates source and target tokens of rows of text."""
         sample = self._state.samples[name]
         return estimated_tokens(sample, rows, sample.rows_of_text)
 
