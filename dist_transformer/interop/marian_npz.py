@@ -99,6 +99,7 @@ def export_marian_npz(loaded: LoadedModel, out: Path) -> None:
         np.savez(folder / MODEL, **arrays)  # type: ignore[arg-type]
         decoder = {"relative-paths": True, "models": [MODEL], "vocabs": [SOURCE, TARGET], "normalize": LENGTH_PENALTY}
         batches = {"mini-batch": 16, "maxi-batch": 100, "maxi-batch-sort": "src"}
+        batches |= {"max-length": 1000, "max-length-crop": True}  # without it the decoder ends at the first longer line
         write_text(folder / DECODER, dump({**decoder, "beam-size": DecodingConfig().beam_size, **batches}))
         write_text(folder / CARD, exported_card("marian-npz", card_of(loaded), asdict(information)))
 

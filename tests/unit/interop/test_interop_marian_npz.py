@@ -67,6 +67,8 @@ def test_an_exported_model_computes_in_marian_what_it_does_here_and_comes_back_t
     arrays, settings = read_npz(tmp_path / "theirs/model.npz")
     rows = [loaded.information.source_vocabulary, loaded.information.target_vocabulary]
     assert settings["dim-vocabs"] == rows
+    decoder = yaml.safe_load((tmp_path / "theirs/decoder.yml").read_text(encoding="utf-8"))
+    assert (decoder["max-length"], decoder["max-length-crop"]) == (1000, True)  # else it ends at a longer line
     spm = [sentencepiece.SentencePieceProcessor(model_file=str(path)) for path in vocabularies]
     assert [side.get_piece_size() for side in spm] == rows
     assert all(array.flags.c_contiguous and array.ndim == 2 for name, array in arrays.items() if ":" not in name)
