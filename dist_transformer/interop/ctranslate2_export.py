@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts
+from dist_transformer.data.tokenizer.model_file import names_of_rows, read_pieces_file, texts
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import read_json, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
@@ -59,12 +60,15 @@ def export_ctranslate2(
         shutil.copyfile(files.source, folder / SOURCE_MODEL)
         if files.target is not None:
             shutil.copyfile(files.target, folder / TARGET_MODEL)
+        about, (source, target) = loaded.information, read_vocabularies(folder)
         if lexicon is not None:
-            write_text(folder / VOCABULARY_MAP, vocabulary_map(lexicon, *read_vocabularies(folder)))
+            write_text(folder / VOCABULARY_MAP, vocabulary_map(lexicon, source, target))
         limit = None if loaded.config.positions == "rotary" else loaded.config.max_positions or longest
-        write_json(folder / INFORMATION, {**asdict(loaded.information), "max_positions": limit})
-        target = SOURCE_MODEL if files.target is None else TARGET_MODEL
-        write_text(folder / CARD, exported_card("ctranslate2", card_of(loaded), asdict(loaded.information), target))
+        write_json(folder / INFORMATION, {**asdict(about), "max_positions": limit})
+        end = [] if Tokenizer.load(files.source, files.target).source_end == about.pad_id else [source[about.eos_id]]
+        never = [[target[number]] for number in sorted({about.bos_id, about.pad_id} - {about.eos_id})]
+        of_code = {"target_model": SOURCE_MODEL if files.target is None else TARGET_MODEL, "end": end, "never": never}
+        write_text(folder / CARD, exported_card("ctranslate2", card_of(loaded), asdict(about), **of_code))
 
 
 def load_exported(folder: Path) -> tuple[ModelInformation, int | None]:
@@ -188,19 +192,14 @@ def _set_norm(spec: Any, norm: Any) -> None:
 def _set_vocabulary(spec: Any, loaded: LoadedModel) -> None:
     files, information = loaded.tokenizer_files, loaded.information
     source, target = (read_pieces_file(path) for path in (files.source, files.target or files.source))
-    source_tokens = _tokens(texts(source), information.source_vocabulary, information.pad_id)
-    tokens = _tokens(texts(target), information.target_vocabulary, information.pad_id)
+    source_tokens = names_of_rows(texts(source), information.source_vocabulary, information.pad_id)
+    tokens = names_of_rows(texts(target), information.target_vocabulary, information.pad_id)
     spec.register_source_vocabulary(source_tokens)
     spec.register_target_vocabulary(tokens)
     spec.config.bos_token = spec.config.decoder_start_token = tokens[information.bos_id]
     spec.config.eos_token = tokens[information.eos_id]
     spec.config.unk_token = target.trainer_spec.unk_piece
     spec.config.add_source_bos = spec.config.add_source_eos = False
-
-
-def _tokens(pieces: list[str], rows: int, pad_id: int) -> list[str]:
-    """Name of each row of the model; rows after the last piece have no text."""
-    return pieces + ["<pad>" if number == pad_id else f"<unused_{number}>" for number in range(len(pieces), rows)]
 
 
 def _array(tensor: Tensor) -> Any:

@@ -19,6 +19,7 @@ from dist_transformer.data.tokenizer.model_file import (
     BLANK,
     Kind,
     SpecialPieces,
+    names_of_rows,
     never_produced,
     produced,
     read_pieces_file,
@@ -174,9 +175,8 @@ def _imported(proto: Any, numbered: list[str], added: list[str], special: Specia
 def _marian_vocabulary(proto: Any, pad_id: int) -> dict[str, int]:
     """Content of vocab.json: the id of each piece; padding without a piece gets one."""
     pieces = [_language_code(text) for text in texts(proto)]
-    pieces += [f"<unused_{number}>" for number in range(len(pieces), pad_id)]
-    pieces += ["<pad>"] * (pad_id == len(pieces))
-    return {text: number for number, text in enumerate(pieces)}
+    named = names_of_rows(pieces, max(len(pieces), pad_id + 1), pad_id)
+    return {text: number for number, text in enumerate(named)}
 
 
 def _language_code(piece: str) -> str:

@@ -46,10 +46,10 @@ def model_card(
     return _card("", license_name, information, about)
 
 
-def exported_card(kind: str, card: str, information: dict[str, Any], target_model: str = "source.model") -> str:
-    """The card of an exported folder: that of its model folder (`card`), with how to load it there."""
+def exported_card(kind: str, card: str, information: dict[str, Any], **of_kind: Any) -> str:
+    """The card of an exported folder: that of its model folder (`card`), with how to load it there (`of_kind`: its values)."""
     about = _ABOUT.search(card)
-    return _card(kind, _license(card), information, about[0] if about else _HEADER.sub("", card), target_model)
+    return _card(kind, _license(card), information, about[0] if about else _HEADER.sub("", card), **of_kind)
 
 
 def add_scores(model: Path, name: str, scores: dict[str, Any]) -> None:
@@ -69,12 +69,11 @@ def add_scores(model: Path, name: str, scores: dict[str, Any]) -> None:
         write_text(path, text[: found.start()] + "\n".join([*others, line]) + text[found.end() :])
 
 
-def _card(kind: str, license_name: str, information: dict[str, Any], about: str, target_model: str = "") -> str:
+def _card(kind: str, license_name: str, information: dict[str, Any], about: str, **of_kind: Any) -> str:
     both = (information["source_language"], information["target_language"])
     languages = [language for language in dict.fromkeys(both) if _LANGUAGE.fullmatch(language)]
     return _render(
-        "model_card.md", kind=kind, license=license_name, languages=languages, mark=MARK, about=about.strip(),
-        target_model=target_model,
+        "model_card.md", kind=kind, license=license_name, languages=languages, mark=MARK, about=about.strip(), **of_kind,
     )  # fmt: skip
 
 

@@ -52,6 +52,12 @@ def texts(proto: Any) -> list[str]:
     return [piece.piece for piece in proto.pieces]
 
 
+def names_of_rows(pieces: list[str], rows: int, pad_id: int) -> list[str]:
+    """Returns a name for each row of a model: those after the last piece have no text."""
+    padding = -1 if "<pad>" in pieces else pad_id  # such a piece may be text: no two rows have one name
+    return pieces + ["<pad>" if number == padding else f"<unused_{number}>" for number in range(len(pieces), rows)]
+
+
 def produced(proto: Any) -> list[str]:
     """Returns the pieces that a text can be cut into."""
     return [piece.piece for piece in proto.pieces if piece.type in (Kind.NORMAL, Kind.USER_DEFINED, Kind.BYTE)]

@@ -1,14 +1,26 @@
 """The README.md of model folders and exported folders: what it says, what survives, what is the user's."""
 
+import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
+from eole_folder import make_eole_folder
+from marian_folders import demo_sentences
+from marian_npz import make_marian_npz
+from tokenised_models import make_model_folder
 
-from dist_transformer.config.schema import ModelConfig
+from dist_transformer.config.schema import DecodingConfig, ModelConfig
+from dist_transformer.decoding.engines import open_search
+from dist_transformer.decoding.translate import translate_lines
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+from dist_transformer.interop.eole import import_eole
+from dist_transformer.interop.marian_npz import import_marian_npz
 from dist_transformer.interop.model_card import CARD, MARK, Origin, add_scores, exported_card
 from dist_transformer.interop.model_folder import (
+    LoadedModel,
     ModelInformation,
     TokenizerFiles,
     card_of,
@@ -132,13 +144,59 @@ def test_a_card_without_the_mark_is_the_users(folder: Path) -> None:
 ])  # fmt: skip
 def test_an_exported_card_keeps_what_the_models_says(folder: Path, kind, library: str, loader: str) -> None:
     add_scores(folder, "test", SCORES)
-    card = exported_card(kind, text_of(folder).replace("license: unknown", "license: mit"), asdict(INFORMATION))
+    of_code = {"target_model": "source.model", "end": ["</s>"], "never": [["<s>"], ["<pad>"]]}
+    of_model = text_of(folder).replace("license: unknown", "license: mit")
+    card = exported_card(kind, of_model, asdict(INFORMATION), **of_code)
     assert header_of(card)["library_name"] == library
     assert header_of(card)["license"] == "mit"
     assert "- test: BLEU 28.40" in card
     assert loader in card
     assert "from dist_transformer import" not in card
     assert card.count("license:") == 1
+
+
+def imported(convert: Callable[[Path, Path], None], make: Callable[..., object]) -> Callable[[Path], LoadedModel]:
+    def load(folder: Path) -> LoadedModel:
+        make(folder.parent / "theirs")
+        convert(folder.parent / "theirs", folder)
+        return load_model_folder(folder)
+
+    return load
+
+
+def ending_at_once(folder: Path) -> LoadedModel:
+    loaded = make_model_folder(folder, is_shared=False, output_bias=True)
+    loaded.model.output_bias.data[loaded.information.eos_id] = 1000.0
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (make_model_folder, "+ ['</s>']"),
+        (ending_at_once, "+ ['</s>']"),
+        (imported(import_marian_npz, make_marian_npz), "suppress_sequences=[['<start>']]"),
+        (imported(import_eole, make_eole_folder), "out_type=str)\n"),
+    ],
+    ids=["ours", "ending at once", "Marian's", "Eole's"],
+)
+def test_the_code_for_ctranslate2_translates_as_we_do_whatever_the_special_pieces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], load: Callable[[Path], LoadedModel], said: str
+) -> None:
+    exported, text = tmp_path / "exported", " ".join(demo_sentences(12)[0])
+    export_ctranslate2(load(tmp_path / "ours"), exported)
+    [code] = re.findall(r"(?s)```python\n(.*?)```", text_of(exported))
+    assert said in code
+    for part, other in (("THIS_FOLDER", str(exported)), ("A sentence.", text), ("**lengths", "**lengths, beam_size=1")):
+        assert part in code
+        code = code.replace(part, other)
+    exec(code, {})
+    # Tokens besides the source's: ours counts the ends of both sides, an end that is padding too.
+    config = DecodingConfig(beam_size=1, max_extra_tokens=50 if said.startswith("out_type") else 51)
+    search = open_search("ctranslate2", [exported], config)
+    [[best, *_]] = translate_lines(search.searcher, search.tokenizer, [text], config)
+    assert capsys.readouterr().out == best.text + "\n"
+    assert (len(best.tokens) > 256) == (load is not ending_at_once)
 
 
 def test_a_folder_of_an_older_version_has_no_card_and_its_export_has_one(folder: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 import transformers
 from marian_folders import demo_sentences, make_marian_folder
@@ -15,10 +16,15 @@ from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
 from dist_transformer.config.loading import load_config
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.loaded_model import model_folder_of
 from dist_transformer.errors import UserError
-from dist_transformer.interop.ctranslate2_export import load_exported
-from dist_transformer.interop.model_folder import load_model_folder
+from dist_transformer.files import read_json
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2, load_exported, read_vocabularies
+from dist_transformer.interop.marian import export_marian
+from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, TokenizerFiles, load_model_folder
+from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.vocabularies import vocabulary_sizes, with_counted_pieces
 
 
@@ -59,6 +65,31 @@ def test_a_marian_folder_goes_in_and_out_to_both_programs(tmp_path: Path):
         model_folder_of(tmp_path / "fast")
     information, _ = load_exported(tmp_path / "fast")
     assert (information.source_language, information.target_language) == ("en", "de")
+
+
+def test_a_piece_that_is_text_and_named_as_padding_stays_one_of_its_own_in_every_export(tmp_path: Path):
+    path, settings = tmp_path / "shared.model", dict(vocab_size=120, hard_vocab_limit=False, minloglevel=2)
+    with path.open("wb") as writer:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(demo_sentences(100)[0]),
+            model_writer=writer,
+            user_defined_symbols=["<pad>"],
+            **settings,
+        )
+    files, config = TokenizerFiles(path), ModelConfig(preset="tiny", d_model=16, num_heads=2, d_ff=16)
+    ours = Tokenizer.load(path)
+    ids, sizes = (ours.pad_id, ours.bos_id, ours.eos_id), (ours.source_vocabulary, ours.target_vocabulary)
+    model, information = Transformer(config, *sizes, ours.pad_id), ModelInformation(*sizes, *ids, "en", "de", 1)
+    loaded = LoadedModel(model.eval(), files, config, information)
+    export_ctranslate2(loaded, tmp_path / "fast")
+    export_marian(loaded, tmp_path / "marian")
+    rows, _ = read_vocabularies(tmp_path / "fast")
+    numbers, names = (read_json(tmp_path / "marian" / f"{name}.json") for name in ("vocab", "tokenizer_config"))
+    piece = sentencepiece.SentencePieceProcessor(model_file=str(path)).piece_to_id("<pad>")
+    for number in (piece, ours.pad_id):
+        assert rows.index(rows[number]) == number
+        assert numbers[rows[number]] == number
+    assert rows[piece] == "<pad>" != rows[ours.pad_id] == names["pad_token"]
 
 
 @pytest.mark.slow
