@@ -25,11 +25,15 @@ NAMES += "ru:Russian sv:Swedish tr:Turkish uk:Ukrainian zh:Chinese"
 
 def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
     """Writes a file for `argostranslate.package.install_from_path`; `quantization` as for `export_ctranslate2`. Raises
-    UserError: the model has a sentencepiece model for each language, or CTranslate2 cannot have it."""
+    UserError: the model has two sentencepiece models, or no languages, or CTranslate2 cannot have it."""
     if loaded.tokenizer_files.target is not None:
         raise UserError("--to argos: a package has one sentencepiece model, this one two: train tokenizer.shared: true")
     about = loaded.information
     source, target = language_code(about.source_language), language_code(about.target_language)
+    if not (source.isalnum() and target.isalnum()):
+        raise UserError(
+            "--to argos: no codes of languages: set source_language and target_language in the model's config.json, as en and de"
+        )
     metadata = {"package_version": "1.0", "argos_version": "1.0", "from_code": source, "to_code": target}
     names = dict(each.split(":") for each in NAMES.split())
     metadata |= {"from_name": names.get(source, source), "to_name": names.get(target, target)}

@@ -8,6 +8,7 @@ import ctranslate2
 import pytest
 import sentencepiece
 from marian_folders import demo_sentences
+from marian_npz import make_marian_npz
 from tokenised_models import make_model_folder
 from typer.testing import CliRunner
 
@@ -76,6 +77,22 @@ def test_what_a_package_cannot_hold_is_refused_and_what_is_there_stays(tmp_path:
     with pytest.raises(UserError, match="--shortlist x: is of --to ctranslate2; drop it, argos reads none"):
         run("export", tmp_path / "one", tmp_path / "out", "--to", "argos", "--shortlist", "x")
     assert "written for argos" in run("export", tmp_path / "one", tmp_path / "out", "--to", "argos")
+
+
+def test_a_model_without_languages_is_refused_with_what_to_write_into_which_file(tmp_path: Path):
+    make_marian_npz(tmp_path / "theirs")
+    run("import", tmp_path / "theirs", tmp_path / "ours", "--from", "marian-npz")
+    export = ("export", tmp_path / "ours", tmp_path / "out", "--to", "argos")
+    with pytest.raises(
+        UserError, match=r"--to argos: no codes of languages: set source_language and .*'s config\.json"
+    ):
+        run(*export)
+    assert not (tmp_path / "out").exists()
+    config = json.loads((tmp_path / "ours/config.json").read_text(encoding="utf-8"))
+    languages = {"source_language": "en", "target_language": "de"}
+    (tmp_path / "ours/config.json").write_text(json.dumps({**config, **languages}), encoding="utf-8")
+    run(*export)
+    assert "translate-en_de/metadata.json" in ZipFile(tmp_path / "out").namelist()
 
 
 def run(*arguments: object) -> str:
