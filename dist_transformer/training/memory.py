@@ -27,10 +27,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 _TRIED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(
-    "out of memory|_STATUS_ALLOC_FAILED|failed to CUDA (host )?[cm]?alloc|can(no|')t allocate memory|bad_alloc",
+    "out of memory|_STATUS_ALLOC_FAILED|failed to CUDA (host )?[cm]?alloc|can(no|')t allocate memory|bad_alloc"
+    "|could not (create a (primitive|memory object)|execute a primitive)",
     re.IGNORECASE,
 )
-"""Messages of torch for CPUs, and of CUDA, cuBLAS, cuDNN and NCCL, which do not use torch's allocator."""
+"""Messages of torch for CPUs, and of oneDNN, CUDA, cuBLAS, cuDNN and NCCL, which do not use torch's allocator."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ADVICE = (
     "Lower data.max_tokens (auto finds the largest that fits), or set training.activation_checkpointing=true, a higher "

@@ -1,7 +1,9 @@
 """Peak FLOP/s of a rank's device, and MFU: the share of it that training uses for the model's arithmetic."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -35,19 +37,18 @@ def peak_of(device: torch.device, precision: str) -> tuple[float, bool]:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Measures FLOP/s of products of square matrices, of the fastest size, within about `seconds`. No global random
-    state is used."""
+    """Measures FLOP/s of products of square matrices, of the fastest size for which there are memory and time, about
+    `seconds`; 0 if there is none. No global random state is used."""
     random = torch.Generator(device).manual_seed(0)
-    end, best, size = time.perf_counter() + seconds, 0.0, SMALLEST
-    while True:
-        matrix = torch.rand(size, size, generator=random, device=device).to(dtype)
-        with faster_products(matrix):
-            took = min(_times(partial(matrix.mm, matrix), device, end))
-        best = max(best, 2 * size**3 / took)
+    end, best, size, took = time.perf_counter() + seconds, 0.0, SMALLEST, 0.0
+    with suppress(RuntimeError, MemoryError):  # too little memory: a number for people ends no run
         # Products of twice the size take 8 times as long, and the first one is for warming up.
-        if time.perf_counter() + 2 * 8 * took > end or size == LARGEST:
-            return best
-        size *= 2
+        while size <= LARGEST and (not best or time.perf_counter() + 2 * 8 * took <= end):
+            matrix = torch.rand(size, size, generator=random, device=device).to(dtype)
+            with faster_products(matrix):
+                took = min(_times(partial(matrix.mm, matrix), device, end))
+            best, size = max(best, 2 * size**3 / took), 2 * size
+    return best
 
 
 def _times(call: Callable[[], Tensor], device: torch.device, end: float) -> Iterator[float]:
@@ -69,8 +70,8 @@ def mfu_of(
 ) -> float:
     """Returns the model FLOPs of the interval's real tokens over the peaks of all ranks together in these seconds.
 
-    At most 1: a peak that training exceeds was measured while the machine was busy with other work.
+    At most 1: a peak that training exceeds was measured while the machine was busy with other work. 0 without a peak.
     """
     pairs = max(1, interval.pairs_by_corpus.total())
     needed = model_flops(model, target_vocabulary, pairs, interval.source_tokens, interval.target_tokens).total
-    return min(1.0, needed / (seconds * flops_per_second))
+    return min(1.0, needed / (seconds * (flops_per_second or math.inf)))

@@ -139,12 +139,15 @@ BESIDE_TORCHS_ALLOCATOR = [
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
     ),
     torch.distributed.DistBackendError("ncclUnhandledCudaError\nLast error:\nFailed to CUDA calloc async 608 bytes"),
+    RuntimeError("could not create a primitive"),
+    RuntimeError("could not create a memory object"),
+    RuntimeError("could not execute a primitive"),
 ]
-"""Messages as torch and NVIDIA's libraries write them when they find no memory for themselves."""
+"""Messages as torch, NVIDIA's libraries and oneDNN write them when they find no memory for themselves."""
 
 
 @pytest.mark.parametrize("error", BESIDE_TORCHS_ALLOCATOR, ids=lambda error: str(error).splitlines()[-1][:30])
-def test_libraries_of_a_gpu_that_are_out_of_memory_are_told_like_torchs_allocator(error):
+def test_libraries_that_are_out_of_memory_are_told_like_torchs_allocator(error):
     with pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"), explaining_out_of_memory("x", CPU):
         raise error
 

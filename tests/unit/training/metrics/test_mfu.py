@@ -1,5 +1,6 @@
 """The peak of a device, and the share of it that is said to be reached."""
 
+import resource
 from collections import Counter
 
 import pytest
@@ -31,6 +32,18 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_products_of_a_step(monkeypatch
     monkeypatch.setattr(mfu, "measured_flops", lambda device, dtype, seconds: rates[dtype])
     found = {precision: peak_of(CPU, precision)[0] for precision in ("fp32", "fp16", "bf16")}
     assert found == {"fp32": 3e9, "fp16": 3e9, "bf16": 5e9}
+
+
+def test_memory_that_is_short_for_the_measurement_of_a_peak_ends_no_run(monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(mfu, "SMALLEST", 2**20)
+    monkeypatch.setattr(mfu, "LARGEST", 2**21)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2**40, limits[1]))
+        assert peak_of(CPU, "bf16") == (0.0, False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert mfu_of(MODEL, 500, 0.0, Interval(torch.zeros(2), target_tokens=700, source_tokens=900), 4.0) == 0.0
 
 
 def test_mfu_is_never_above_the_whole():
