@@ -45,6 +45,8 @@ os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 # Otherwise a model gets the pyproject.toml of the current folder.
 os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")
+if os.path.expanduser("~") == "~":  # a user without a home, as in containers: the import of mlflow raises RuntimeError
+    os.environ["HOME"] = "/nonexistent"
 
 from filelock import FileLock
 from google.protobuf.json_format import ParseError

@@ -1,5 +1,8 @@
 """Which address is used, and what of it is kept."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,12 @@ def test_a_variable_that_holds_no_address_is_refused_and_no_store_is_taken_in_it
         target_of(settings_of(None), RunDir(tmp_path / "a"), tmp_path)
     assert "pa55word" not in str(raised.value)
     assert target_of(settings_of("http://of-the-file:5000"), RunDir(tmp_path / "a"), tmp_path).uri
+
+
+def test_a_user_without_a_home_as_in_a_container_is_tracked_too() -> None:
+    program = "import pwd; pwd.getpwuid = {}.__getitem__; from dist_transformer.tracking import mlflow_client"
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 @pytest.mark.parametrize("verb", ["train", "config check", "track sync"])
