@@ -11,7 +11,7 @@ from dist_transformer.config.credentials import holds_secret, secret_problems, w
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
 from dist_transformer.config.parameter_names import check_patterns
-from dist_transformer.config.schema import ENDLESS, ValidationConfig
+from dist_transformer.config.schema import ENDLESS, RunConfig, ValidationConfig
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """Names of the other entries of run.root, beside the run folders."""
@@ -50,6 +50,12 @@ def run_name_problems(name: str) -> Iterator[str]:
             f"run.name: {name!r}: is kept in run.root for what all runs share ({', '.join(RESERVED_NAMES)}); "
             "rename the run"
         )
+
+
+def _check_paths(run: RunConfig, data: DataConfig) -> Iterator[str]:
+    for key, path in (("run.root", os.path.abspath(run.root)), ("data.prepared", os.path.abspath(data.prepared or "/"))):
+        if path != path.encode("utf-8", "ignore").decode():
+            yield f"{key}: {path!r}: expected a path in UTF-8, got other bytes in it: rename it"
 
 
 def _model_file_problems(tokenizer: TokenizerConfig, is_made: Callable[[str], bool]) -> Iterator[str]:
@@ -306,7 +312,7 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
 
 
 _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
-    lambda run: run_name_problems(run.name),
+    *(lambda run: run_name_problems(run.name), _check_paths),
     *(check_model, _check_positions, _check_plugin, _check_vocabulary),
     *(_check_schedule, _check_matrices, _check_step, check_patterns, check_lanes, _check_batches),
     *(data_checks.check_corpora, data_checks.check_filters, data_checks.check_mixture, data_checks.check_sampling),

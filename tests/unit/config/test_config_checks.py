@@ -1,5 +1,6 @@
 """What must hold between settings and on disk, and what must never be written or printed."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_more_checkpoints_averaged_than_kept_are_refused(path):
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "-x", "a b", "ü", "a\nb", "x/"])
 def test_a_run_name_that_is_no_plain_folder_name_is_refused(path, name):
     assert f"run.name: {name!r}: expected letters, digits, '.', '_' and '-'" in one_problem_of(path, f"run.name={name}")
+
+
+@pytest.mark.parametrize("key", ["run.root", "data.prepared"])
+def test_a_folder_whose_path_is_not_utf_8_is_refused_named_or_as_the_current_one(path, key, tmp_path, monkeypatch):
+    """The libraries that write a corpus take no such path."""
+    problem = "expected a path in UTF-8, got other bytes in it: rename it"
+    folder = tmp_path / os.fsdecode(b"b\xe4d")
+    assert f"{key}: {str(folder)!r}: {problem}" in one_problem_of(path, f"{key}={folder}")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    others = {"run.root": tmp_path, "data.prepared": tmp_path} | {key: "below"}
+    given = [f"{name}={value}" for name, value in others.items()]
+    assert f"{key}: {str(folder / 'below')!r}: {problem}" in one_problem_of(path.absolute(), *given)
 
 
 @pytest.mark.parametrize("name", RESERVED_NAMES)
