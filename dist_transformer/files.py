@@ -165,7 +165,8 @@ def file_sha256(path: Path) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    name = os.fsdecode(os.fsencode(path.name)[:200])  # of the 255 bytes that a name may have
+    temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         yield temporary
         flush_to_disk(temporary)

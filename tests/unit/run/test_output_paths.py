@@ -152,6 +152,14 @@ def test_a_folder_of_the_demo_that_is_a_link_is_no_more_and_what_it_leads_to_sta
     assert (tmp_path / "disk" / "step_1" / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize(
+    "name", ["x" * 255, "ü" * 127, os.fsdecode(b"\xe4" * 255)], ids=["ASCII", "UTF-8", "other bytes"]
+)
+def test_the_longest_name_of_a_file_is_written(name: str, tmp_path: Path) -> None:
+    write_text(tmp_path / name, "text")
+    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [(name, "text")]
+
+
 @pytest.mark.parametrize("name", ["EDQUOT", "EIO"])
 def test_an_error_of_a_write_is_told_with_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
