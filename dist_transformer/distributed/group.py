@@ -38,6 +38,11 @@ _CAUSES = (
         "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
     ),
     ("Unable to find address for", _NO_INTERFACE),
+    (
+        "connectFullMesh failed",
+        "a rank cannot connect to the address of another: a firewall, or a name that is 127.0.x.x in /etc/hosts, as on Debian: "
+        "give the network's interface (`ip -br addr`) in GLOO_SOCKET_IFNAME (slurm.environment)",
+    ),
 )
 """Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
 

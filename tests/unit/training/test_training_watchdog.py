@@ -173,6 +173,16 @@ def test_errors_after_the_first_keep_their_cause():
     assert out.startswith("a rank did not come to a collective within")
 
 
+JOINING = """
+from dist_transformer.distributed import group
+from dist_transformer.errors import MachineError
+try:
+    group.join({seconds})
+except MachineError as error:
+    print(error, error.exit_code)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said", "code"),
@@ -186,14 +196,6 @@ def test_errors_after_the_first_keep_their_cause():
     ],
 )
 def test_a_rank_that_was_never_started_and_a_network_that_is_not_there_are_told_as_such(given, said, code):
-    program = """
-from dist_transformer.distributed import group
-from dist_transformer.errors import MachineError
-try:
-    group.join(1)
-except MachineError as error:
-    print(error, error.exit_code)
-"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -204,13 +206,58 @@ except MachineError as error:
         "DIST_TRANSFORMER_FIRST_EXIT": "x",
         **given,
     }
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", JOINING.format(seconds=1)]
     out = subprocess.run(
         command, env={**os.environ, **place}, capture_output=True, text=True, timeout=600, check=True
     ).stdout
     assert "cannot join the others: " in out
     assert said in out
     assert out.endswith(f" {code}\n")
+
+
+TWO_NETWORKS = """
+ip link set lo up
+unshare --net sh -c '
+  ip link set lo up
+  until ip addr add 10.77.0.2/24 dev vb; do sleep 0.1; done
+  ip link set vb up
+  RANK=1 exec "$@"' sh "$@" &
+while [ "$(readlink /proc/$!/ns/net)" = "$(readlink /proc/$$/ns/net)" ]; do sleep 0.1; done
+ip link add va type veth peer name vb netns $!
+ip addr add 10.77.0.1/24 dev va
+ip link set va up
+RANK=0 "$@" &
+wait -n
+kill -KILL $(jobs -p)
+"""
+"""Two ranks on nodes with a network between them: the first that fails ends the other, which might wait for long."""
+COMING_TOGETHER = """
+import os
+from datetime import timedelta
+import torch.distributed
+met = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], 29501, 2, os.environ["RANK"] == "0", timedelta(minutes=9))
+"""
+"""Run first: a rank may take long to import torch."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run(
+        ["unshare", "--net", "ip", "link", "add", "va", "type", "veth", "peer", "name", "vb"],
+        check=False,
+        capture_output=True,
+    ).returncode,
+    reason="needs root and a network namespace",
+)
+def test_a_node_that_gives_the_others_a_loopback_address_is_told_as_such():
+    """As gloo does where the name of the node is 127.0.1.1 in /etc/hosts."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
+    program = COMING_TOGETHER + JOINING.format(seconds=5)
+    command = ["unshare", "--net", "bash", "-c", TWO_NETWORKS, "bash", sys.executable, "-c", program]
+    environment = {**os.environ, **place, "DIST_TRANSFORMER_FIRST_EXIT": "x"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert "cannot join the others: a rank cannot connect to the address of another: a firewall, or " in done.stdout
+    assert done.stdout.endswith(f" {EXIT_FAILED + 100}\n")
 
 
 @pytest.mark.parametrize(
