@@ -11,7 +11,7 @@ from dist_transformer.config.credentials import holds_secret, secret_problems, w
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
 from dist_transformer.config.parameter_names import check_patterns
-from dist_transformer.config.schema import ENDLESS, RunConfig, ValidationConfig
+from dist_transformer.config.schema import ENDLESS, ValidationConfig
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """Names of the other entries of run.root, beside the run folders."""
@@ -52,9 +52,9 @@ def run_name_problems(name: str) -> Iterator[str]:
         )
 
 
-def _check_paths(run: RunConfig, data: DataConfig) -> Iterator[str]:
-    for key, path in (("run.root", os.path.abspath(run.root)), ("data.prepared", os.path.abspath(data.prepared or "/"))):
-        if path != path.encode("utf-8", "ignore").decode():
+def _check_paths(run: Any, data: DataConfig) -> Iterator[str]:
+    for key, given in (("run.root", run.root), ("data.prepared", data.prepared or "/")):
+        if (path := os.path.abspath(given)) != path.encode("utf-8", "ignore").decode():
             yield f"{key}: {path!r}: expected a path in UTF-8, got other bytes in it: rename it"
 
 
@@ -145,11 +145,8 @@ def _check_matrices(optimizer: Any, training: Any, model: Any) -> Iterator[str]:
         "training.same_bits: true, as its products depend on threads; set it to false": training.same_bits,
         f"model.plugin: {model.plugin}, whose matrices are not known; use adam": model.plugin is not None,
     }
-    yield from (
-        f"optimizer.matrices: {optimizer.matrices} cannot be used with {reason}"
-        for reason, is_so in reasons.items()
-        if is_so and optimizer.matrices == "muon"
-    )
+    for reason in (reason for reason, is_so in reasons.items() if is_so and optimizer.matrices == "muon"):
+        yield f"optimizer.matrices: muon cannot be used with {reason}"
 
 
 def _check_step(training: Any) -> Iterator[str]:

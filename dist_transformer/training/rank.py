@@ -58,9 +58,8 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     try:
         digests = sorted(set(ranks.all_gather_object(manifest.digest)))
         if len(digests) > 1:
-            raise DataError(
-                f"{folder}: ranks see different prepared corpora ({digests}): is it on a shared disk?"
-            ).agreed()
+            problem = f"{folder}: ranks see different prepared corpora ({digests}): is it on a shared disk?"
+            raise DataError(problem).agreed()
         _set_up_logging(run_dir, ranks, terminal)
         if precision:
             log.info("precision  %s", precision)
@@ -113,9 +112,8 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
                 diverged = Diverged(error.reason, error.since_step)  # the traceback of `error` holds the engine
             gc.unfreeze()
             gc.collect()  # frees the engine that diverged before the next one is built
-            recovery = run_on_rank_zero(
-                ranks, partial(_recover, run, diverged), run.doing("going back after a divergence")
-            )
+            doing = run.doing("going back after a divergence")
+            recovery = run_on_rank_zero(ranks, partial(_recover, run, diverged), doing)
 
 
 def _recover(run: Run, diverged: Diverged) -> Recovery:

@@ -1,6 +1,5 @@
 """Peak FLOP/s of a rank's device, and MFU: the share of it that training uses for the model's arithmetic."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -74,4 +73,4 @@ def mfu_of(
     """
     pairs = max(1, interval.pairs_by_corpus.total())
     needed = model_flops(model, target_vocabulary, pairs, interval.source_tokens, interval.target_tokens).total
-    return min(1.0, needed / (seconds * (flops_per_second or math.inf)))
+    return min(1.0, needed / (seconds * (flops_per_second or float("inf"))))
