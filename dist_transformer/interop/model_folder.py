@@ -9,6 +9,7 @@ model/
   README.md           the model card; older folders have none
 """
 
+import errno
 import json
 import shlex
 import shutil
@@ -197,13 +198,8 @@ def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
     """Opens a file whose tensors are read on access. Raises CheckpointError if it is missing, cut short or invalid."""
-
-    def opened() -> Any:
-        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
-        return safe_open(path, framework="pt")
-
     try:
-        file = patiently(path, opened, MISPLACED)
+        file = patiently(path, lambda: safetensors_file(path), MISPLACED)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, expected safetensors weights.") from error
     except (SafetensorError, OSError) as error:
@@ -212,6 +208,16 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from error
     with file:
         yield file
+
+
+def safetensors_file(path: Path) -> Any:
+    """Opens a file whose tensors are read on access. Raises OSError if it cannot be opened, SafetensorError if it is
+    damaged."""
+    path.open("rb").close()  # safetensors reports every file that it cannot open as missing
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:  # of torch, which opens it once more
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _named_plugin(folder: Path, recorded: str, given: str | None) -> str:

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.data.manifest import Count
 from dist_transformer.errors import CheckpointError
 from dist_transformer.files import patiently, read_json, read_json_patiently, share_as_folder, write_json
+from dist_transformer.interop.model_folder import safetensors_file
 from dist_transformer.training.engine.bit_sums import bit_sum
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -48,8 +49,8 @@ def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mappin
 
 
 def file_bit_sum(path: Path) -> int:
-    """Returns the bit sum of all fragments in one rank's file, reading one at a time."""
-    with safe_open(path, framework="pt") as file:
+    """Returns the bit sum of all fragments in one rank's file, reading one at a time. Raises as `safetensors_file`."""
+    with safetensors_file(path) as file:
         return int(bit_sum(file.get_tensor(key) for key in file.keys()))  # noqa: SIM118  (no mapping)
 
 
@@ -188,7 +189,7 @@ class StateFiles:
 
     def _add(self, file: Path) -> None:
         try:
-            opened = patiently(file, lambda: _open(file))
+            opened = patiently(file, lambda: safetensors_file(file))
             starts = json.loads(opened.metadata()["starts"])
             for key in opened.keys():  # noqa: SIM118  (no mapping)
                 values = opened.get_slice(key)
@@ -215,11 +216,6 @@ class StateFiles:
                     fault = "are missing" if start > end else "are there twice, or beyond its end"
                     between = f"{min(start, end):,} to {max(start, end):,}"
                     raise CheckpointError(f"{self.path}: of the {size:,} elements of {key}, {between} {fault}")
-
-
-def _open(file: Path) -> Any:
-    file.open("rb").close()  # safetensors reports any error of opening as a missing file
-    return safe_open(file, framework="pt")
 
 
 class Weights(Mapping[str, Tensor]):

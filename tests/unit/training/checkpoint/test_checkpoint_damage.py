@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_helpers import RUN_ID, contents, folders, rewrite, save
+from safetensors.torch import save_file
 
 from dist_transformer import files
 from dist_transformer.config.schema import CheckpointConfig, DivergenceConfig
@@ -21,7 +23,7 @@ from dist_transformer.interop.model_folder import WEIGHTS, open_safetensors
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.training import run_log
-from dist_transformer.training.checkpoint import checkpoints, retention
+from dist_transformer.training.checkpoint import async_writer, checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import StateFiles
 from dist_transformer.training.divergence import Diverged, read_recovery, recover
 
@@ -353,6 +355,41 @@ def test_files_that_cannot_be_opened_for_want_of_descriptors_are_not_damaged(run
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert kept.shapes == StateFiles(run_dir.checkpoints / NEWEST).shapes
     assert folders(run_dir) == ["step_00000002", NEWEST]
+
+
+@pytest.fixture
+def torch_cannot_open(monkeypatch):
+    """Returns a function; after it, torch once cannot open a file that safetensors could."""
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
+    from_file, failures = torch.UntypedStorage.from_file, []
+
+    def fails_once(path, *arguments, **named):
+        if failures:
+            raise RuntimeError(failures.pop().format(path))
+        return from_file(path, *arguments, **named)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fails_once)
+    yield lambda: failures.append("unable to open file <{}> in read-only mode: Stale file handle (116)")
+    assert not failures
+
+
+def test_a_file_that_torch_cannot_open_at_once_is_opened_again(run_dir, tmp_path, torch_cannot_open):
+    before = contents(run_dir.checkpoints)
+    torch_cannot_open()
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
+    assert contents(run_dir.checkpoints) == before
+    save_file({"weight": torch.ones(2)}, tmp_path / WEIGHTS)
+    torch_cannot_open()
+    with open_safetensors(tmp_path / WEIGHTS) as file:
+        assert file.get_tensor("weight").tolist() == [1.0, 1.0]
+
+
+def test_a_save_is_written_again_if_torch_cannot_open_what_was_written(run_dir, torch_cannot_open, monkeypatch, caplog):
+    monkeypatch.setattr(async_writer, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    torch_cannot_open()  # where the bits that were written are compared
+    assert {saved.problem for saved in save(run_dir, 4, save_attempts=2)} == {None}
+    assert "Stale file handle (116)" in caplog.text
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 4
 
 
 READERS = {
