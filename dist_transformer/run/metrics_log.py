@@ -99,10 +99,21 @@ class MetricsLog:
 
 def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
     """Appends one record to a file that several processes write to, one after the other. Raises OSError."""
+    add_line(path, event_line(event, details))
+
+
+def event_line(event: str, details: Mapping[str, Any]) -> bytes:
+    """Returns the line of a record of this moment."""
+    return _encode({"event": event, "time": round(time.time(), 3), **details}).encode()
+
+
+def add_line(path: Path, line: bytes) -> None:
+    """Appends one line as `add_event` does: without a buffer, which would write it after an error was raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_torn_line(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_encode({"event": event, "time": round(time.time(), 3), **details}))
+    with path.open("ab", buffering=0) as file:
+        while line:
+            line = line[file.write(line) :]
 
 
 def read_records(path: Path, *events: str) -> Iterator[dict[str, Any]]:

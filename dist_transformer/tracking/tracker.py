@@ -21,9 +21,9 @@ from dist_transformer.config.credentials import cleaned, without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import DecodingConfig, TrackingConfig
 from dist_transformer.errors import UserError
-from dist_transformer.files import read_json
+from dist_transformer.files import read_json, repeatedly
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import add_event, read_records
+from dist_transformer.run.metrics_log import add_line, event_line, read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.content import UPLOAD_MEGABYTES, megabytes_of
 from dist_transformer.tracking.description import description, standard_tags
@@ -70,6 +70,7 @@ class Tracker:
         self._run_dir = run_dir
         self._settings = settings
         self._has_model = False
+        self._pending: list[bytes] = []
         memory = memory_of(run_dir, run_name, run_id)
         self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), memory))
 
@@ -133,6 +134,10 @@ class Tracker:
         Not at others: a stop must end in time, an error at once. Undelivered events stay in the run folder for a later job.
         """
         self._add("status", status=status)
+        try:
+            repeatedly(self._run_dir.tracking_events, self._write, (), "written")
+        except OSError as error:
+            logger.warning("%s: %s; its last events are lost", self._run_dir.tracking_events, error)
         began = time.monotonic()
         busy_seconds = BUSY_SECONDS if status == "FINISHED" else 0.0
         if not self._shipper.close(CLOSE_SECONDS, busy_seconds, has_upload=self._has_model):
@@ -141,10 +146,18 @@ class Tracker:
             logger.warning("MLflow did not take everything in %.0f s. To send the rest: %s", seconds, hint)
 
     def _add(self, event: str, **details: Any) -> None:
+        """Writes one event. Those that the disk does not take are kept in memory, and written with a later one."""
+        self._pending.append(event_line(event, details))
         try:
-            add_event(self._run_dir.tracking_events, event, details)
+            self._write()
         except OSError as error:
-            logger.warning("the tracking event %r is lost, its file cannot be written: %s", event, error)
+            path = self._run_dir.tracking_events
+            logger.warning("%s: %s; its events are kept in memory until the disk takes them", path, error)
+
+    def _write(self) -> None:
+        while self._pending:
+            add_line(self._run_dir.tracking_events, self._pending[0])
+            del self._pending[0]
 
 
 def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Delivery:

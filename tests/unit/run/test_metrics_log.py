@@ -1,10 +1,11 @@
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
 
-from dist_transformer.run.metrics_log import MetricsLog, read_records, read_records_from
+from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records, read_records_from
 
 
 def steps_of(path: Path) -> list[int]:
@@ -115,6 +116,19 @@ def test_a_torn_line_longer_than_a_block_is_removed(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 200_000)
     MetricsLog(path).close()
     assert path.read_bytes() == b""
+
+
+def test_an_event_of_which_the_disk_takes_a_part_is_an_error_and_its_part_goes_with_the_next(tmp_path: Path) -> None:
+    path, limits = tmp_path / "events.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    add_event(path, "status", {"status": "RUNNING"})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            add_event(path, "status", {"status": "FAILED"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    add_event(path, "status", {"status": "FINISHED"})
+    assert [record["status"] for record in read_records(path)] == ["RUNNING", "FINISHED"]
 
 
 def test_a_rewind_by_another_field_keeps_what_has_the_same_step(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Against a real sqlite store, which needs no server."""
 
+import errno
 import math
 import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -21,9 +23,10 @@ from tracking_helpers import (
     train,
 )
 
+from dist_transformer import files
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog, add_event
+from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records
 from dist_transformer.tracking import mlflow_client, shipper
 from dist_transformer.tracking.final_status import has_arrived
 from dist_transformer.tracking.outbox import DeliveryState
@@ -46,6 +49,35 @@ def test_the_curves_of_a_run_are_those_of_its_file(stored_run_dir: RunDir) -> No
 def test_closing_sets_the_status_on_the_server(stored_run_dir: RunDir, client: MlflowClient, status: Status) -> None:
     started(stored_run_dir).close(status)
     assert client.get_run(run_id_of(stored_run_dir)).info.status == status
+
+
+@pytest.mark.parametrize("failures", [1, 2, 10**6])
+def test_events_that_the_disk_does_not_take_are_written_with_later_ones(
+    stored_run_dir: RunDir,
+    client: MlflowClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failures: int,
+) -> None:
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
+    left, opened = [failures], Path.open
+
+    def stuttering(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if path == stored_run_dir.tracking_events and mode != "rb" and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", stuttering)
+    tracker = started(stored_run_dir, {"seed": "1"})  # with 1 failure they come with the status, with 2 at the next try
+    train(MetricsLog(stored_run_dir.metrics), range(1, 3))
+    tracker.close("FINISHED")
+    assert "kept in memory until the disk takes them" in caplog.text
+    assert ("its last events are lost" in caplog.text) == (failures > 2)
+    if failures <= 2:
+        run = client.get_run(run_id_of(stored_run_dir))
+        assert (run.data.params, run.info.status) == ({"seed": "1"}, "FINISHED")
+        assert [record["event"] for record in read_records(stored_run_dir.tracking_events)] == ["start", "status"]
 
 
 def test_a_second_start_continues_the_run_and_a_changed_parameter_becomes_a_tag(
