@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import flush_to_disk, read_json_patiently, write_json, write_text
+from dist_transformer.files import flush_to_disk, read_json_patiently, repeatedly, write_json, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.checkpoints import file_entry
@@ -326,20 +326,21 @@ def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
         files = {**entries, STATE: file_entry(temporary / STATE)}
         identity = {"version": VERSION, "step": state["step"], "run_id": state.get("run_id")}
         write_json(temporary / MANIFEST, {**identity, "files": files})
-        if final.exists():  # another run's or a damaged one, as `begin` has checked
+        if final.exists() and not _is_there(final, state):  # another run's or a damaged one
             checkpoints.set_aside(final, "damaged")
         try:
             temporary.rename(final)
         except OSError:  # a file server may report an error of a rename that it has done
             if not _is_there(final, state):
                 raise
-        flush_to_disk(final.parent)
+            shutil.rmtree(temporary, ignore_errors=True)  # written again, where that error hid what was done
     except CheckpointError as error:
         return f"{error}. Is the run folder on a disk that all nodes share?"
     except (OSError, MachineError) as error:
         return str(error)
     try:
+        repeatedly(final.parent, lambda: flush_to_disk(final.parent), (), "flushed")
         write_text(final.parent / "latest", final.name + "\n")  # for people and scripts; a resume does not read it
     except OSError as error:
-        log.warning("%s could not be named in `latest`: %s", final.name, error)
+        log.warning("%s is written, but could not be flushed or named in `latest`: %s", final.name, error)
     return None

@@ -1,9 +1,11 @@
 """Saves in the background: what was there at `begin` is what a whole checkpoint holds, or nothing is there."""
 
+import errno
 import shutil
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, ThreadRanks, conten
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
+from dist_transformer import files
 from dist_transformer.cli.main import app
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
@@ -233,6 +236,46 @@ def test_a_save_that_never_succeeds_is_given_up_on_all_ranks_and_leaves_the_olde
         assert said in first.problem
     assert folders(run_dir) == ["step_00000004"]
     assert save(run_dir, 5)[0].path is not None  # the next one can be written
+
+
+@pytest.mark.parametrize("failures", [1, 10**6])
+def test_a_flush_that_fails_after_the_rename_leaves_the_checkpoint_where_it_is(run_dir, monkeypatch, caplog, failures):
+    flush, left = async_writer.flush_to_disk, [failures]
+
+    def fails(path):
+        if path == run_dir.checkpoints and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        flush(path)
+
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(async_writer, "flush_to_disk", fails)
+    for saved in save(run_dir, 5, save_attempts=3):
+        assert (saved.path, saved.problem) == (run_dir.checkpoints / "step_00000005", None)
+    assert folders(run_dir) == ["step_00000005"]
+    assert "attempt 2" not in caplog.text
+    assert ("is written, but could not be flushed" in caplog.text) == (failures > 1)
+
+
+def test_a_rename_that_was_done_is_found_by_the_next_attempt_where_its_error_hid_it(run_dir, monkeypatch):
+    rename, read, errors = Path.rename, async_writer.read_json_patiently, []
+
+    def renames_and_fails(path, target):
+        rename(path, target)
+        if target.name == "step_00000005":
+            errors.append(MachineError("cannot be read now"))
+            raise OSError(errno.EIO, "Input/output error")
+
+    def cannot_read_then(path):
+        if errors:
+            raise errors.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "rename", renames_and_fails)
+    monkeypatch.setattr(async_writer, "read_json_patiently", cannot_read_then)
+    assert {saved.problem for saved in save(run_dir, 5, save_attempts=2)} == {None}
+    assert folders(run_dir) == ["step_00000005"]
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 5
 
 
 def test_too_little_space_is_known_before_anything_is_written(run_dir, monkeypatch):
