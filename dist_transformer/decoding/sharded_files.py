@@ -25,7 +25,7 @@ from typing import Any
 from filelock import FileLock
 
 from dist_transformer.errors import UserError
-from dist_transformer.files import read_json, replacing, write_json, write_text
+from dist_transformer.files import MISPLACED, file_sha256, patiently, read_json, replacing, write_json, write_text
 from dist_transformer.run.outputs import check_output, is_stream, writing
 
 SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
@@ -141,9 +141,11 @@ def chunk_lines(num_lines: int) -> int:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file. Raises UserError if it cannot be read."""
-    with _opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file. Raises UserError if it cannot be read, MachineError if its disk does not answer."""
+    try:
+        return patiently(path, lambda: file_sha256(path), MISPLACED)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def digest_and_lines(path: Path) -> tuple[str, int]:
@@ -229,16 +231,16 @@ def _version_of(path: Path) -> tuple[int, ...] | None:
 
 def _opened(path: Path) -> BufferedReader:
     try:
-        return path.open("rb")
+        return patiently(path, lambda: path.open("rb"), MISPLACED)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; expected a text file in UTF-8") from None
 
 
 def _read_plan(path: Path) -> Plan:
-    """Reads a plan. Raises UserError if `open_parts` did not write the file."""
+    """Reads a plan. Raises UserError if `open_parts` did not write the file, MachineError if it cannot be read now."""
     plan = None
     with suppress(OSError, ValueError):
-        plan = read_json(path)
+        plan = patiently(path, lambda: read_json(path), MISPLACED)
     if not isinstance(plan, dict) or "input" not in plan:
         raise UserError(
             f"{path}: is there already, and is no plan of a translation: move it away, or name another output"

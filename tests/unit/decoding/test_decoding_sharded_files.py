@@ -8,11 +8,14 @@ import lzma
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from dist_transformer import files
 from dist_transformer.decoding import sharded_files
 from dist_transformer.decoding.sharded_files import (
     LineReader,
@@ -57,6 +60,28 @@ def test_parts_written_in_any_order_become_the_output_with_the_last(tmp_path: Pa
     assert names(output.parent) == {"out", "out.plan.json"}
     assert open_parts(output, PLAN, 3) is None
     assert parts.is_done(1), "nobody needs it any more"
+
+
+@pytest.mark.parametrize("failures", [1, 10**6])
+def test_a_disk_that_stutters_is_no_mistake_of_the_user(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").write_text("one\ntwo\n")
+    opened(tmp_path / "out")
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
+    left, opens = [0], Path.open
+
+    def stutters(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if path.name in ("model", "plan.json") and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return opens(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", stutters)
+    for read in (digest_of, digest_and_lines, lambda path: opened(path.with_name("out"))):
+        left[0] = failures
+        with pytest.raises(MachineError, match="cannot be read now") if failures > 1 else nullcontext():
+            read(tmp_path / "model")
 
 
 @pytest.mark.parametrize("there", [None, ""])
@@ -335,6 +360,8 @@ def test_what_is_no_text_is_told_by_file_and_line(tmp_path: Path) -> None:
     for read in (digest_and_lines, lambda path: LineReader(path).read(0, 1)):
         with pytest.raises(UserError, match="absent: cannot be read: No such file"):
             read(tmp_path / "absent")
+    with pytest.raises(UserError, match="absent: cannot be read: No such file or directory$"):  # a model is no text
+        digest_of(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("cut", [b"\xff\n", b"\xc3\n\xa4", b"\xe2\x82"])
