@@ -65,7 +65,7 @@ def stream(builder: FaultyBuilder, order: Sequence[int] | None = None, settings:
 
 
 def hang_in_window_one() -> None:
-    """A program of its own: prints the error that a hanging loader process ends in, and leaves."""
+    """A program of its own: prints the error that a hanging loader process ends in, and its exit code, and leaves."""
     settings = SimpleNamespace(num_workers=1, stall_seconds=60)
     windows = stream(FaultyBuilder(1, "wait_for_a_dead_disk"), settings=settings)
     windows.take(request(0))  # the process has started
@@ -74,5 +74,8 @@ def hang_in_window_one() -> None:
         windows.take(request(1))
     except MachineError as error:
         print(error)
+    (process,) = windows._processes
+    process._process.join(30)
+    print("the loader process ended with", process._process.exitcode)
     sys.stdout.flush()
     os._exit(0)  # as `train` does: the process that hangs must not hold up the end

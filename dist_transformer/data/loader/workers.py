@@ -105,6 +105,7 @@ class WindowStream:
             request, window = process.next_built(deadline - time.monotonic())
         except queue.Empty:
             _print_stacks(self._processes)
+            _kill(self._processes)  # one that was stopped would outlive this process, and its server with it
             raise MachineError(
                 f"no window within {self._settings.stall_seconds:g} s, half of training.hang_seconds (waiting for "
                 f"{awaited.key}): the disk or the loader process hangs; where its threads stand is printed above. Look at "

@@ -86,6 +86,7 @@ def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
     assert "raise training.hang_seconds" in done.stdout
     assert "does not deliver; its threads:" in done.stderr
     assert "in wait_for_a_dead_disk" in done.stderr
+    assert "the loader process ended with -9" in done.stdout
     assert "Traceback" not in done.stderr
 
 
