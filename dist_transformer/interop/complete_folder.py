@@ -48,10 +48,12 @@ def complete_folder(
             _replace(real, temporary, own_files)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            if os.path.exists(temporary):
+                log.warning("%s: cannot be removed; it is not needed any more", temporary)
 
 
 def _clear_up(folder: Path, is_own: Callable[[Path], bool]) -> None:
-    """Brings back an older folder that a killed process had moved aside; removes half-written ones after a day."""
+    """Brings back an older folder that a killed process had moved aside; removes other rests after a day."""
     pattern = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.(old|tmp)")
     left = [each for each in folder.parent.glob(f".{escape(folder.name)}.*") if pattern.fullmatch(each.name)]
     aside = [each for each in left if each.suffix == ".old" and is_own(each)]
@@ -59,7 +61,7 @@ def _clear_up(folder: Path, is_own: Callable[[Path], bool]) -> None:
         os.rename(max(aside, key=lambda old: old.stat().st_ctime), folder)
     with suppress(OSError):  # another process removes them
         for each in left:
-            if each.suffix == ".tmp" and time.time() - each.stat().st_ctime > 24 * 3600:
+            if (folder.exists() or each.suffix == ".tmp") and time.time() - each.stat().st_ctime > 24 * 3600:
                 shutil.rmtree(each)
 
 
@@ -71,9 +73,8 @@ def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
         os.rename(folder, old)
     os.rename(temporary, folder)
     flush_to_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    if old.exists():
-        log.warning("%s: cannot be removed; it is what %s was before", old, folder)
+    with suppress(OSError):
+        old.rename(temporary)  # to be removed under that name: half of it must not be brought back
 
 
 def _link(source: str, target: str) -> None:

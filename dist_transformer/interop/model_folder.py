@@ -211,8 +211,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def safetensors_file(path: Path) -> Any:
-    """Opens a file whose tensors are read on access. Raises OSError if it cannot be opened, SafetensorError if it is
-    damaged."""
+    """Opens a file whose tensors are read on access. Raises OSError, SafetensorError: it is damaged."""
     path.open("rb").close()  # safetensors reports every file that it cannot open as missing
     try:
         return safe_open(path, framework="pt")

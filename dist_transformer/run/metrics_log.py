@@ -32,7 +32,7 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """Rank 0's append-only file of records. Opening it removes a line torn by a crash: no record is glued to it.
+    """Rank 0's append-only file of records. Opening it removes what a crash left of a line or of a copy.
 
     Args:
         echo: second file that each record is written to.
@@ -41,6 +41,8 @@ class MetricsLog:
     def __init__(self, path: Path, echo: TextIO | None = None) -> None:
         self.path, self._echo = path, echo
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in path.parent.glob(f".{path.name}.[0-9]*.[0-9]*.tmp"):  # of a rewind that was killed
+            left_over.unlink(missing_ok=True)
         _remove_torn_line(path)
         self._pending = b""
         self._file: FileIO | None = path.open("ab", buffering=0)
@@ -66,8 +68,7 @@ class MetricsLog:
         if any(record.get(field, 0) > last for record in read_records(self.path)):
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
                 kept.writelines(_encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
-        self._file = self.path.open("ab", buffering=0)
-        self._end = self._file.tell()
+        self._end = self.path.stat().st_size
 
     def close(self) -> None:
         """Closes the file. Records that the disk does not take in several attempts are lost, with a warning."""

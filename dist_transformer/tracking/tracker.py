@@ -133,11 +133,7 @@ class Tracker:
 
         Not at others: a stop must end in time, an error at once. Undelivered events stay in the run folder for a later job.
         """
-        self._add("status", status=status)
-        try:
-            repeatedly(self._run_dir.tracking_events, self._write, (), "written")
-        except OSError as error:
-            logger.warning("%s: %s; its last events are lost", self._run_dir.tracking_events, error)
+        self._add("status", is_last=True, status=status)
         began = time.monotonic()
         busy_seconds = BUSY_SECONDS if status == "FINISHED" else 0.0
         if not self._shipper.close(CLOSE_SECONDS, busy_seconds, has_upload=self._has_model):
@@ -145,14 +141,15 @@ class Tracker:
             seconds = time.monotonic() - began
             logger.warning("MLflow did not take everything in %.0f s. To send the rest: %s", seconds, hint)
 
-    def _add(self, event: str, **details: Any) -> None:
+    def _add(self, event: str, is_last: bool = False, **details: Any) -> None:
         """Writes one event. Those that the disk does not take are kept in memory, and written with a later one."""
         self._pending.append(event_line(event, details))
+        path = self._run_dir.tracking_events
         try:
-            self._write()
+            repeatedly(path, self._write, (), "written") if is_last else self._write()
         except OSError as error:
-            path = self._run_dir.tracking_events
-            logger.warning("%s: %s; its events are kept in memory until the disk takes them", path, error)
+            what = "last events are lost" if is_last else "events are kept in memory until the disk takes them"
+            logger.warning("%s: %s; its %s", path, error, what)
 
     def _write(self) -> None:
         while self._pending:

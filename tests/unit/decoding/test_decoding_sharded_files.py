@@ -360,7 +360,7 @@ def test_what_is_no_text_is_told_by_file_and_line(tmp_path: Path) -> None:
     for read in (digest_and_lines, lambda path: LineReader(path).read(0, 1)):
         with pytest.raises(UserError, match="absent: cannot be read: No such file"):
             read(tmp_path / "absent")
-    with pytest.raises(UserError, match="absent: cannot be read: No such file or directory$"):  # a model is no text
+    with pytest.raises(UserError, match=r"absent: cannot be read: No such file or directory$"):  # a model is no text
         digest_of(tmp_path / "absent")
 
 

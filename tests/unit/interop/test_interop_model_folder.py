@@ -124,7 +124,7 @@ with complete_folder(Path(sys.argv[1]), "a model folder", Path.is_dir, ["config.
 """
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3])
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
 def test_what_a_user_put_into_a_folder_survives_a_kill_while_it_is_replaced(moment: int, tmp_path: Path) -> None:
     folder, own = tmp_path / "model", {"README.md": "mine", "notes/today.txt": "mine"}
     for name, text in {**own, "config.json": "old"}.items():
@@ -136,25 +136,29 @@ def test_what_a_user_put_into_a_folder_survives_a_kill_while_it_is_replaced(mome
     assert folder.exists() == (moment != 2)  # between the two renames it is neither the old nor the new one
     for name in own if folder.exists() else ():
         assert (folder / name).read_text() == "mine"
+    # One that is being removed has no name by which it would be brought back.
+    assert {path.suffix for path in tmp_path.glob(".model.*")} == [{".tmp"}, {".tmp", ".old"}, {".old"}, {".tmp"}][
+        moment - 1
+    ]
     subprocess.run([*program, "0"], check=True)
     assert {name: (folder / name).read_text() for name in [*own, "config.json"]} == {**own, "config.json": "new"}
     assert (folder / "link").is_symlink()
 
 
-def test_a_half_written_folder_of_a_killed_process_goes_after_a_day(
+def test_folders_that_killed_processes_left_go_after_a_day(
     save_small_model: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = save_small_model()
-    torn, other = (saved.folder.with_name(name) for name in (".model.4711.tmp", ".models.4711.tmp"))
-    for folder in (torn, other):
+    left = [saved.folder.with_name(name) for name in (".model.4711.tmp", ".model.4712.old", ".models.4711.tmp")]
+    for folder in left:
         folder.mkdir()
         (folder / "model.safetensors").touch()
     saved.save()
-    assert torn.is_dir()
+    assert all(folder.is_dir() for folder in left)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
     saved.save()
-    assert sorted(path.name for path in saved.folder.parent.iterdir()) == [other.name, "model"]
+    assert sorted(path.name for path in saved.folder.parent.iterdir()) == [".models.4711.tmp", "model"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "source.model"])

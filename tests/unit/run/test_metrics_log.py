@@ -1,6 +1,9 @@
 import json
 import math
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,26 @@ def test_after_a_rewind_the_file_is_that_of_a_run_never_stopped(tmp_path: Path, 
     assert log.path.read_bytes().splitlines() == before[:resumed_at]
     log.append("audit", resumed_at + 1, {})
     assert steps_of(log.path) == list(range(1, resumed_at + 2))
+
+
+def test_the_copy_of_a_rewind_that_was_killed_goes_with_the_next_start(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from dist_transformer.run.metrics_log import MetricsLog
+
+log = MetricsLog(Path({str(tmp_path / "metrics.jsonl")!r}))
+for step in (1, 2):
+    log.append("train", step, {{}})
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+log.rewind(1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert len([*tmp_path.iterdir()]) == 2
+    (tmp_path / ".metrics.jsonl.mine.tmp").touch()
+    MetricsLog(tmp_path / "metrics.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".metrics.jsonl.mine.tmp", "metrics.jsonl"]
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
 
 
 def test_a_value_may_not_take_the_name_of_a_field(tmp_path: Path) -> None:
