@@ -20,6 +20,8 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import STALE_BEATS, RunLock, while_nobody_trains
 
 BEAT_SECONDS = 0.05
+PATIENT_BEAT_SECONDS = 2.0
+"""Of one that looks at a living holder, which may miss many of its short beats in a busy moment."""
 ELSEWHERE = {
     "host": "far",
     "boot": "another machine",
@@ -36,12 +38,16 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def _lock(run_dir: RunDir) -> RunLock:
-    return RunLock(run_dir, wait_seconds=0.1, beat_seconds=BEAT_SECONDS)
+def _lock(run_dir: RunDir, beat_seconds: float = BEAT_SECONDS) -> RunLock:
+    return RunLock(run_dir, wait_seconds=0.1, beat_seconds=beat_seconds)
+
+
+def _patient_lock(run_dir: RunDir) -> RunLock:
+    return _lock(run_dir, PATIENT_BEAT_SECONDS)
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -58,7 +64,11 @@ def _hold(folder: Path, environment: dict[str, str], release: bool) -> None:
 
 
 def _other_process(run_dir: RunDir, release: bool = False, **environment: str) -> multiprocessing.Process:
-    process = multiprocessing.get_context("fork").Process(target=_hold, args=(run_dir.path, environment, release))
+    process = multiprocessing.get_context("fork").Process(
+        target=_hold,
+        args=(run_dir.path, environment, release),
+        daemon=True,  # of a test that fails it does not stay
+    )
     process.start()
     return process  # type: ignore[return-value]
 
@@ -67,7 +77,7 @@ def test_a_second_job_is_refused_and_told_who_works_here(run_dir: RunDir) -> Non
     first = _other_process(run_dir, SLURM_JOB_ID="12", SLURM_RESTART_COUNT="3")
     _until(run_dir.owner.exists)
     with pytest.raises(UserError) as refused:
-        _lock(run_dir).acquire()
+        _patient_lock(run_dir).acquire()
     assert not isinstance(refused.value, MachineError)
     assert f"job 12 (attempt 3) with pid {first.pid} on {platform.node()} works on this run folder" in str(
         refused.value
@@ -83,7 +93,7 @@ def test_an_earlier_attempt_of_the_same_job_is_a_fault_that_may_pass(
     _until(run_dir.owner.exists)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     with pytest.raises(MachineError, match="an earlier attempt of this job"):
-        _lock(run_dir).acquire()
+        _patient_lock(run_dir).acquire()
     first.kill()
     first.join()
 
@@ -115,7 +125,7 @@ def test_a_holder_on_another_machine_whose_heart_beats_is_refused_though_its_loc
     thread.start()
     try:
         with pytest.raises(UserError, match=r"job 31 \(attempt 2\) with pid 7 on far works on this run folder"):
-            _lock(run_dir).acquire()
+            _patient_lock(run_dir).acquire()
     finally:
         stop.set()
         thread.join()
@@ -148,7 +158,7 @@ def test_a_holder_whose_clock_is_wrong_is_refused_while_its_heart_beats_and_take
     thread.start()
     try:
         with pytest.raises(UserError, match="with pid 7 on far works on this run folder") as refused:
-            _lock(run_dir).acquire()
+            _patient_lock(run_dir).acquire()
         assert not isinstance(refused.value, MachineError)
     finally:
         stop.set()
@@ -195,7 +205,7 @@ def test_a_lock_that_outlives_its_holder_says_since_when(run_dir: RunDir) -> Non
     os.kill(first.pid or 0, 19)  # frozen: it holds the lock, and its heart stands still
     now = run_dir.owner.stat().st_mtime
     os.utime(run_dir.owner, (now - 100, now - 100))
-    with pytest.raises(MachineError, match=r"last sign of life is 100 s old\): it is dead or frozen"):
+    with pytest.raises(MachineError, match=r"last sign of life is 1\d\d s old\): it is dead or frozen"):
         _lock(run_dir).acquire()
     first.kill()
     first.join()
@@ -220,7 +230,7 @@ def test_a_holder_that_was_taken_over_ends_at_once(
     owner = run_dir.owner.with_name("new")
     owner.write_text(json.dumps(ELSEWHERE))
     owner.replace(run_dir.owner)
-    first.join(10)
+    first.join(120)
     first.kill()
     assert first.exitcode == 2  # its job is not requeued against the new one
 
@@ -289,7 +299,7 @@ def test_on_a_disk_without_locks_the_heartbeat_alone_decides(run_dir: RunDir, mo
     first = _lock(run_dir)
     first.acquire()
     with pytest.raises(UserError, match=f"with pid {os.getpid()}"):
-        _lock(run_dir).acquire()
+        _patient_lock(run_dir).acquire()
     first.release()
     second = _lock(run_dir)
     second.acquire()
