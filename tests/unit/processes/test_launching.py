@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -157,10 +158,13 @@ def test_ranks_that_stay_after_a_failure_are_killed_with_their_helpers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = f"""
-        if rank == 0:
-            sys.exit(1)
-        helper = os.fork() == 0
-        open(f'{tmp_path}/{{rank}}{{helper}}', 'w').write(str(os.getpid()))
+        while rank == 0:
+            if sum(name.endswith('.pid') for name in os.listdir('{tmp_path}')) == 6:
+                sys.exit(1)
+            time.sleep(0.01)
+        place = f'{tmp_path}/{{rank}}{{os.fork() == 0}}'
+        open(place, 'w').write(str(os.getpid()))
+        os.rename(place, place + '.pid')
         time.sleep(600)
     """
     assert _run(body, 4, grace_seconds=1.0) == 1
@@ -170,7 +174,7 @@ def test_ranks_that_stay_after_a_failure_are_killed_with_their_helpers(
 
 
 def _has_ended(pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -188,7 +192,7 @@ def test_ranks_that_leave_by_themselves_after_a_failure_are_given_the_time(tmp_p
 
 
 def _wait_for(paths: list[Path], process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -226,7 +230,7 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
     _wait_for([tmp_path / f"ready{rank}" for rank in range(2)], process)
     os.killpg(process.pid, signal.Signals[sent])
-    assert process.wait(30) == 75
+    assert process.wait(120) == 75
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == [arrives, arrives]
 
 
@@ -236,7 +240,7 @@ def test_a_signal_that_comes_while_a_rank_is_started_reaches_it_too_and_the_othe
         got = []
         signal.signal(signal.SIGTERM, lambda n, f: got.append(n))
         open(f'{tmp_path}/ready{{rank}}', 'w')
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while not got and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(0.3)  # for a second one to come, if there is one
@@ -255,7 +259,7 @@ class Slow(subprocess.Popen):
 subprocess.Popen = Slow
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
 """
-    assert subprocess.run([sys.executable, "-c", launcher], timeout=60).returncode == 75
+    assert subprocess.run([sys.executable, "-c", launcher], timeout=240).returncode == 75
 
 
 def test_a_rank_that_is_to_listen_is_not_ended_by_a_signal_before_it_does(tmp_path: Path) -> None:
@@ -278,7 +282,7 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}], are_
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
     _wait_for([tmp_path / f"ready{rank}" for rank in range(2)], process)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 75
+    assert process.wait(120) == 75
 
 
 def test_a_second_ctrl_c_ends_all_ranks_and_the_launcher_at_once(tmp_path: Path) -> None:
@@ -306,7 +310,11 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     os.killpg(process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
-    os.killpg(process.pid, signal.SIGINT)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):  # held up for ten seconds it takes this one for a first one again
+            process.wait(5.0)
     assert process.wait(10) == 128 + signal.SIGINT
     assert all(_has_ended(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 

@@ -27,6 +27,12 @@ waits_in_c()
 Start = Callable[..., subprocess.Popen[str]]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that answers does so at once, but for a busy moment."""
+    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 120.0)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a rank that registers, runs a piece of code, and says "ready"."""

@@ -46,12 +46,12 @@ def start(body: str, folder: Path) -> "subprocess.Popen[str]":
 def ended(body: str, folder: Path) -> tuple[int, str, str]:
     """Exit code and what was said."""
     process = start(body, folder)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
 def wait_for(paths: list[Path], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -117,7 +117,7 @@ def test_each_hears_a_signal_to_the_group_of_the_launcher(tmp_path: Path, sent: 
     )
     wait_for([tmp_path / f"ready{rank}" for rank in range(2)], process)
     os.killpg(process.pid, signal.Signals[sent])
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == EXIT_REQUEUE, err
     arrives = "SIGTERM" if sent == "SIGHUP" else sent
     assert [(tmp_path / f"heard{rank}").read_text() for rank in range(2)] == [f"signal {arrives}"] * 2
@@ -154,7 +154,7 @@ def test_what_runs_before_the_ranks_is_told_of_signals_and_tells_how_it_ended(
     )
     wait_for([tmp_path / "ready", tmp_path / "meanwhile"], process)
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == code, err
     assert (tmp_path / "heard").read_text() == "signal SIGUSR1"
 
@@ -185,7 +185,7 @@ def test_a_signal_just_before_a_rank_is_forked_reaches_that_rank_too(tmp_path: P
             return environment_of(rank, *others)
         launching.rank_environment = with_a_signal
         def rank():
-            until = time.monotonic() + 20
+            until = time.monotonic() + 120
             stop = listening()
             while stop.reason() is None and time.monotonic() < until:
                 time.sleep(0.01)
@@ -245,13 +245,13 @@ def test_ranks_hear_of_the_end_of_their_launcher(tmp_path: Path, last: signal.Si
     )
     wait_for([tmp_path / f"ready{rank}" for rank in range(2)], process)
     process.send_signal(last)
-    assert process.wait(30) == -last
-    deadline = time.monotonic() + 30
+    assert process.wait(120) == -last
+    deadline = time.monotonic() + 120
     while not all((tmp_path / f"heard{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert [(tmp_path / f"heard{rank}").read_text() for rank in range(2)] == ["signal SIGUSR2"] * 2
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
 
 
 def test_exit_codes_are_known_also_where_the_ends_of_children_were_to_be_ignored(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_rank_that_stays_after_another_has_ended_well_is_killed_too(tmp_path: 
         tmp_path,
     )
     assert (ended_with, err) == (code, f"rank {late} still ran 0.5 s after another had ended; killed\n")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240  # and not its 600 seconds
 
 
 def test_where_no_process_can_be_started_those_before_it_are_ended_and_the_person_is_told(tmp_path: Path) -> None:
