@@ -284,10 +284,12 @@ def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restart
     slurm.programs["squeue"] = (
         "[ $(grep -c squeue {folder}/calls) -gt 1 ] && cat {folder}/reason"  # first without answer
     )
-    process = slurm.start("touch $0.up; sleep 1.5; exit 143")
+    told = slurm.folder / "told"
+    process = slurm.start(f"touch $0.up; until [ -e {told} ]; do sleep 0.1; done; sleep 1; exit 143")
     wait_for((slurm.folder / "step_1.up").exists)
     (slurm.folder / "job").write_text(RECORD.replace("Restarts=0", f"Restarts={restarts}").replace("RUNNING", state))
     process.send_signal(signal.SIGTERM)
+    told.touch()  # the ranks end after it, however late it was sent
     process.communicate(timeout=240)
     assert slurm.ends() == [(143, how, how == "decide")]
     assert len(slurm.steps()) == 1  # no ranks on a node that shuts down
