@@ -26,7 +26,7 @@ MODIFIED = (
     "data.on_the_fly=true",
     "data.modifiers={upper_case: 0.2, no_final_punctuation: 0.2, typos: 0.2, noise: 0.1}",
 )
-END_SECONDS = 60
+END_SECONDS = 240
 
 
 class Strikes:

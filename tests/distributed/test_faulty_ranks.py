@@ -1,7 +1,6 @@
 """One rank of a real run goes wrong: its numbers, its code or its memory. What all ranks do, and with which exit code."""
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,7 +21,6 @@ SOON = {"training.divergence.WINDOW_STEPS": 3, "training.divergence.PATIENCE_STE
 """A divergence is noticed within a test."""
 LOSS_SCALE = "training.engine.engine.INITIAL_LOSS_SCALE"
 FIRST_FAULTY_STEP = 6
-LEAVE_SECONDS = 60
 
 
 @pytest.fixture
@@ -96,14 +94,14 @@ def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16_and_so_does_a_re
 
 
 def test_a_rank_that_raises_is_named_and_both_leave(faulty):
-    started = time.monotonic()
     code, said, run = faulty("exception", "raising")
     assert code == EXIT_FAILED
     assert "injected by the test" in said
     assert "rank 1 of 2" in said
     logged = (run / "train.log").read_text(encoding="utf-8")
     assert re.search(r"rank 1 of 2 on \S+ failed: Traceback(.*\n)+RuntimeError: injected by the test", logged)
-    assert time.monotonic() - started < LEAVE_SECONDS
+    assert "no progress for" not in said
+    assert "killed" not in said
 
 
 def test_a_rank_out_of_memory_says_so_and_both_leave(faulty):
