@@ -95,9 +95,11 @@ def quick_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def command(small_corpus: Path, quick_client: Path) -> Command:
+def command(small_corpus: Path, quick_client: Path) -> Iterator[Command]:
     """The command, started in the folder of `small_corpus`."""
-    return Command(small_corpus, quick_client)
+    command = Command(small_corpus, quick_client)
+    yield command
+    command.kill_what_is_left()
 
 
 @pytest.fixture(scope="module")

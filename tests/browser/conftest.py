@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from pages import SCREENSHOTS
-from running import NOT_INHERITED, Command, without
+from running import NOT_INHERITED, Command, free_port, with_constants, without
 
 CHROMIUM = shutil.which("chromium")
 REQUIRED = "DIST_TRANSFORMER_REQUIRE_SERVICES"
@@ -47,6 +47,8 @@ LONGER = (
     "checkpoints.every_steps=120",
 )
 """For pictures: the model has learned something by then."""
+PATIENT = with_constants({"tracking.tracker.CLOSE_SECONDS": 240})
+"""MLflow has all of a run at its end."""
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +76,17 @@ def runs(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     while first.poll() is None and not (metrics.exists() and f'"step": {STOPPED_AFTER},' in metrics.read_text()):
         time.sleep(0.05)
     first.send_signal(signal.SIGUSR1)
-    out, err = first.communicate(timeout=120)
+    out, err = first.communicate(timeout=300)
     assert first.returncode == 75, out + err
-    command("train", "config.yaml", *longer)
-    command("train", "config.yaml", *longer, "run.name=second", "optimizer.learning_rate=0.002")
+    command("train", "config.yaml", *longer, **PATIENT)
+    command("train", "config.yaml", *longer, "run.name=second", "optimizer.learning_rate=0.002", **PATIENT)
     return command.folder / "runs"
 
 
 @pytest.fixture(scope="module")
 def mlflow_address(runs: Path) -> Iterator[str]:
     """Where `dist-transformer ui` shows the runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = runs.parent / "ui.log"
     with log.open("w") as written:
         command = [sys.executable, "-m", "dist_transformer", "ui", str(runs), "--port", str(port)]

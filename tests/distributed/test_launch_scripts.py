@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from running import NOT_INHERITED, records, wait_for_step
+from running import NOT_INHERITED, free_port, records, wait_for_step
 
 from dist_transformer.cluster.requeue import first_failure
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
@@ -17,12 +16,6 @@ from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 pytestmark = pytest.mark.slow
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def start(folder: Path, script: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
@@ -35,7 +28,7 @@ def start(folder: Path, script: str, *arguments: str, **environment: str) -> "su
             **inherited,
             "PATH": path,
             "DIST_TRANSFORMER_PYTHON": sys.executable,
-            "MASTER_PORT": free_port(),
+            "MASTER_PORT": str(free_port()),
             **environment,
         },
         stdout=subprocess.PIPE,
@@ -89,7 +82,7 @@ def test_a_signal_to_torchrun_saves(small_corpus, alone):
 
 
 def test_the_node_of_a_rank_that_waited_for_a_frozen_one_is_not_named_to_the_batch_script(small_corpus, tmp_path):
-    common = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+    common = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
               "DIST_TRANSFORMER_FIRST_EXIT": str(tmp_path / "first")}  # fmt: skip
     arguments = ("train", "small.yaml", "run.name=frozen", "training.max_steps=100000", "training.hang_seconds=6")
     tasks = [
@@ -100,10 +93,10 @@ def test_the_node_of_a_rank_that_waited_for_a_frozen_one_is_not_named_to_the_bat
     [frozen] = psutil.Process(tasks[1].pid).children()
     frozen.suspend()
     try:
-        out, _ = tasks[0].communicate(timeout=120)
+        out, _ = tasks[0].communicate(timeout=240)
     finally:
         frozen.kill()
-        tasks[1].communicate(timeout=60)
+        tasks[1].communicate(timeout=240)
     code, node = first_failure(tmp_path / "first")
     assert (tasks[0].returncode, node) == (code, ""), out
     assert code in (EXIT_FAILED, EXIT_HANG)
@@ -111,6 +104,6 @@ def test_the_node_of_a_rank_that_waited_for_a_frozen_one_is_not_named_to_the_bat
 
 def test_a_missing_hostfile_is_refused(small_corpus):
     process = start(small_corpus, "hostfile.sh", "no-such-file", "small.yaml")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "no-such-file: no such file; expected lines like: name slots=8" in out

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, without
+from running import NOT_INHERITED, free_port, without
 
 from dist_transformer.files import read_json
 from dist_transformer.preflight.outliers import REACHES_FIRST
@@ -18,14 +18,6 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 0.05
 """The ranks share a few cores with other tests: what is judged here is who comes, and not how fast."""
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -49,9 +41,9 @@ def start_rank(tmp_path):
 
 
 def test_three_ranks_measure_themselves_and_each_other(tmp_path, start_rank, capsys):
-    ranks = [start_rank(rank, seconds=120) for rank in range(3)]
+    ranks = [start_rank(rank, seconds=540) for rank in range(3)]
     for process in ranks:
-        _, err = process.communicate(timeout=150)
+        _, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
     assert main([str(tmp_path), str(TOLERANCE), "n1", "n2", "n3"]) in (0, 3)
     report = read_json(tmp_path / "report.json")
@@ -70,7 +62,7 @@ def test_when_a_rank_never_comes_the_others_say_so_in_time_and_its_node_is_named
     seconds = 25
     ranks = [start_rank(0, seconds), start_rank(1, seconds)]
     for process in ranks:
-        process.communicate(timeout=2 * seconds)
+        process.communicate(timeout=10 * seconds)
         assert process.returncode in (1, -signal.SIGALRM)
     assert main([str(tmp_path), str(TOLERANCE), "n1", "n2", "n3"]) == 3
     assert "n3: wrote nothing within the time limit" in capsys.readouterr().out
@@ -99,7 +91,7 @@ def test_a_rank_that_hangs_in_a_call_is_ended_by_the_kernel(tmp_path):
         "import sys; from dist_transformer.preflight.measure import limit_own_time; limit_own_time(1);"
         "import torch\nwhile True: torch.ones(1)"
     )
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, env=dict(os.environ), check=False)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240, env=dict(os.environ), check=False)
     assert done.returncode == -signal.SIGALRM
 
 

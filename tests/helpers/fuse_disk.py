@@ -15,7 +15,7 @@ import pytest
 SERVER = Path(__file__).with_name("fuse_server.py")
 REQUIRED = "DIST_TRANSFORMER_REQUIRE_SERVICES"
 """With this variable set to 1 a machine that cannot mount FUSE is a failure; without it the tests are skipped."""
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 
 
 class FuseDisk:

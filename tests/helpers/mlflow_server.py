@@ -10,10 +10,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, without
+from running import NOT_INHERITED, free_port, without
 
 PATIENCE_SECONDS = 300
 """More than a minute, which is how long a run may wait before it asks a server again that was away for as long."""
@@ -38,7 +39,7 @@ class Server:
         environment = without(NOT_INHERITED) | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        wait_until(self.answers)
+        wait_until(self._answers_or_fails)
 
     @property
     def is_started(self) -> bool:
@@ -50,6 +51,7 @@ class Server:
         assert self._process is not None
         self._process.wait()
         self._process = None
+        wait_until(self._is_port_free)  # its workers end a moment later
 
     def freeze(self) -> None:
         """Connections are still opened, by the kernel, and nothing is answered until it thaws."""
@@ -68,6 +70,18 @@ class Server:
                 return bool(answer.status == 200)
         except OSError:
             return False
+
+    def _answers_or_fails(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / "server.log").read_text(encoding="utf-8")
+        return self.answers()
+
+    def _is_port_free(self) -> bool:
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(("127.0.0.1", self.port))
+            return True
+        return False
 
     def _signal(self, number: int) -> None:
         assert self._process is not None, "the server runs"
@@ -118,12 +132,6 @@ def postgres_programs() -> Path:
         reason = "no PostgreSQL in /usr/lib/postgresql: apt-get install postgresql"
         pytest.fail(reason) if os.environ.get(REQUIRED) == "1" else pytest.skip(reason)
     return found[-1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -1,12 +1,17 @@
 """Running the command as a user does, and reading what a run wrote."""
 
+import itertools
 import json
 import os
+import random
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ READ_WHEN_NEEDED = re.compile(
     r"SLURM_.*|MLFLOW_TRACKING_URI|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PATH|CXX"
 )
 """Variables that matter to no import, neither of the program nor of a library."""
+_PORTS = itertools.count(random.SystemRandom().randrange(500))
 
 
 def without(names: Iterable[str]) -> dict[str, str]:
@@ -52,12 +58,28 @@ def _may_matter_to_imports(environment: Mapping[str, str]) -> bool:
     return bool(others)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for who will do so later, and maybe again and again.
+
+    It is below those that the kernel gives to whoever asks for any: one of these could be taken before. Each worker of
+    pytest-xdist has ports of its own.
+    """
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    while True:
+        port = first_of_kernel - 500 * worker - next(_PORTS) % 500 - 1
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Command:
     """`dist-transformer` as a process of its own."""
 
     def __init__(self, folder: Path, quick: Path | None = None) -> None:
         """`quick`: the client of a command server, for what is run to its end with no variables that matter to imports."""
         self.folder, self._quick = folder, quick
+        self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
         return self._start(PROGRAM, arguments, environment)
@@ -65,7 +87,7 @@ class Command:
     def _start(
         self, program: list[str], arguments: tuple[object, ...], environment: dict[str, str]
     ) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*program, *map(str, arguments)],
             cwd=self.folder,
             env={**without(NOT_INHERITED), **environment},
@@ -75,6 +97,15 @@ class Command:
             text=True,
             start_new_session=True,
         )
+        self._started.append(process)
+        return process
+
+    def kill_what_is_left(self) -> None:
+        """Kills what a test that failed left running: it would take the processors from the next ones."""
+        for process in self._started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def __call__(self, *arguments: object, code: int = 0, text: str | None = None, **environment: str) -> str:
         """Runs it to its end; what it wrote on both streams. The exit code must be `code`."""
@@ -105,7 +136,7 @@ class Command:
         if self._quick is not None and not _may_matter_to_imports(environment):
             program = [str(self._quick), *(program[1:] if program != PROGRAM else [])]
         process = self._start(program, arguments, environment)
-        out, err = process.communicate(text, timeout=300)
+        out, err = process.communicate(text, timeout=900)
         return subprocess.CompletedProcess(program, process.returncode, out, err)
 
 
@@ -121,7 +152,14 @@ def newest_step(run: Path) -> int:
     return max((record["step"] for record in records(run)), default=0) if (run / "metrics.jsonl").exists() else 0
 
 
-def wait_for_start(process: "subprocess.Popen[str]", run: Path, number: int, seconds: float = 120) -> None:
+def kill_ranks(launcher: "subprocess.Popen[str]") -> None:
+    """Kills the ranks that it has started, of which one may have left by then, as it lost another."""
+    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="utf-8").split():
+        with suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+
+
+def wait_for_start(process: "subprocess.Popen[str]", run: Path, number: int, seconds: float = 240) -> None:
     """Returns once the start of this number, a process, has cut the records of the one before back to its checkpoint."""
     deadline = time.monotonic() + seconds
     while not (run / "run.json").exists() or json.loads((run / "run.json").read_text())["starts"] < number:
@@ -130,7 +168,7 @@ def wait_for_start(process: "subprocess.Popen[str]", run: Path, number: int, sec
         time.sleep(0.02)
 
 
-def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:
+def wait_for_step(run: Path, step: int, seconds: float = 240) -> None:
     """Returns once metrics.jsonl holds a record of that step or a later one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

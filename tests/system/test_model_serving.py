@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from mlflow_server import free_port, wait_until
-from running import NOT_INHERITED, Command, with_constants, without
+from mlflow_server import wait_until
+from running import NOT_INHERITED, Command, free_port, with_constants, without
 
 pytestmark = pytest.mark.slow
 

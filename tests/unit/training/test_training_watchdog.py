@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, without
+from running import NOT_INHERITED, free_port, without
 
 from dist_transformer.distributed.group import LastCollective, explain
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
@@ -46,17 +45,16 @@ os._exit(7)
 LEAVE, STAY_AWAY = "os._exit(0)", "sys.stdin.read()"
 
 
-def run(body: str) -> "subprocess.CompletedProcess[str]":
-    program = [sys.executable, "-c", WATCHED.format(body=body)]
+def run(body: str, seconds: int = 1) -> "subprocess.CompletedProcess[str]":
+    """`seconds`: without progress, after which the process ends."""
+    program = [sys.executable, "-c", WATCHED.replace("Watchdog(1,", f"Watchdog({seconds},").format(body=body)]
     alone = without(NOT_INHERITED)
-    return subprocess.run(program, env=alone, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(program, env=alone, capture_output=True, text=True, timeout=240, check=False)
 
 
 def run_two(first: str, second: str, seconds: int = 2) -> tuple[int, str, str]:
     """Two ranks of gloo; exit code and streams of rank 0. Rank 1 lives until rank 0 has ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     program = textwrap.dedent(LOSING_EACH_OTHER).format(first=first, second=second, seconds=seconds)
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = [
@@ -64,7 +62,7 @@ def run_two(first: str, second: str, seconds: int = 2) -> tuple[int, str, str]:
         for rank in range(2)
     ]
     try:
-        out, err = started[0].communicate(timeout=60)
+        out, err = started[0].communicate(timeout=240)
         return started[0].returncode, out, err
     finally:
         for process in started:
@@ -83,7 +81,7 @@ def test_the_time_in_which_the_whole_process_was_stopped_is_no_silence():
         process.send_signal(signal.SIGSTOP)
         time.sleep(5)  # longer than its 4 seconds without progress
         process.send_signal(signal.SIGCONT)
-        assert process.communicate("\n", timeout=60)[1] == ""
+        assert process.communicate("\n", timeout=240)[1] == ""
     assert process.returncode == 0
 
 
@@ -122,8 +120,8 @@ def test_only_a_rank_that_is_in_no_collective_hangs_itself(ranks, monkeypatch, i
 
 @pytest.mark.slow
 def test_progress_keeps_it_alive():
-    body = "event = threading.Event(); [(event.wait(0.3), watchdog.progress('working')) for _ in range(6)]"
-    assert run(body).returncode == 0
+    body = "event = threading.Event(); [(event.wait(0.05), watchdog.progress('working')) for _ in range(50)]"
+    assert run(body, seconds=2).returncode == 0
 
 
 @pytest.mark.slow
@@ -196,12 +194,9 @@ except MachineError as error:
     ],
 )
 def test_a_rank_that_was_never_started_and_a_network_that_is_not_there_are_told_as_such(given, said, code):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     place = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "RANK": "0",
         "DIST_TRANSFORMER_FIRST_EXIT": "x",
         **given,
