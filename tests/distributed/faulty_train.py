@@ -65,8 +65,8 @@ def install(fault: str) -> None:
         import dist_transformer.training.trainer as trainer
 
         trainer.dry_run = lambda *arguments: None
-    if fault == "waits for a signal":
-        install_waiting()
+    if fault.startswith("waits for a signal"):
+        install_waiting(int(fault.removeprefix("waits for a signal").removeprefix(" after ") or 6))
     if fault == "other machine":
         os.environ["ATEN_CPU_CAPABILITY"] = "default"  # asked for at the first product
     if fault == "wrong gradients":
@@ -148,8 +148,8 @@ def install_validation(number: int, where: str, what: str) -> None:
     replaced(score, "corpus_scores", "scoring")
 
 
-def install_waiting() -> None:
-    """After six global batches of a start, the next one waits until a stop is asked for, or the rank is killed."""
+def install_waiting(count: int) -> None:
+    """After so many global batches of a start, the next one waits until a stop is asked for, or the rank is killed."""
     from dist_transformer.training.global_batch import GlobalBatch
     from dist_transformer.training.loop import Loop
 
@@ -158,7 +158,7 @@ def install_waiting() -> None:
     def waiting(loop: Loop, batch: GlobalBatch, *others: object) -> bool:
         nonlocal batches
         batches += 1
-        while batches == 7 and not loop._run.wants_stop():
+        while batches == count + 1 and not loop._run.wants_stop():
             threading.Event().wait(0.01)
         return step(loop, batch, *others)
 

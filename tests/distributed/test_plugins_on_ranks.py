@@ -1,17 +1,16 @@
 """Plug-ins on real ranks: the shipped decoder-only model is trained, killed, resumed on other ranks and translated with."""
 
 import json
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from running import Command, records, wait_for_step
+from running import Command, kill_ranks, records, wait_for_step
 from safetensors.torch import load_file
+from test_resume import FAULTY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
@@ -50,11 +49,11 @@ def test_a_killed_run_resumes_to_the_same_weights_and_then_in_other_stages_on_ot
     train_small, command: Command, model, undisturbed
 ):
     run = command.folder / "runs" / "elastic"
-    process = command.start("train", "small.yaml", "run.name=elastic", model, *STEPS, "--ranks", 2)
+    settings = ("small.yaml", "run.name=elastic", model, *STEPS)
+    process = command.start_program(FAULTY, "waits for a signal", "all", *settings, 2)
     wait_for_step(run, 5)
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split():
-        os.kill(int(child), signal.SIGKILL)
-    process.communicate(timeout=60)
+    kill_ranks(process)
+    process.communicate(timeout=240)
     assert not (run / "model").exists()
     for steps, ranks, stage in ((8, 2, 1), (10, 3, 2), (11, 2, 3), (12, 1, 0)):
         overrides = (f"training.max_steps={steps}", f"training.zero_stage={stage}")

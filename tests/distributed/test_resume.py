@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from running import Command, records, wait_for_start, wait_for_step
+from running import Command, kill_ranks, records, wait_for_start, wait_for_step
 from safetensors.torch import load_file
 
 from dist_transformer.data.manifest import Manifest, content_digest
@@ -63,11 +63,10 @@ def test_six_steps_are_three_a_kill_and_three_and_stops_by_signals_save_and_exit
         wait_for_start(process, run, start)
         wait_for_step(run, saved + 2)
         if number == signal.SIGKILL:
-            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split():
-                os.kill(int(child), number)
+            kill_ranks(process)
         else:
             process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == (1 if number == signal.SIGKILL else 75), out + err
         stopped_at = records(run)[-1]["step"]
         assert stopped_at < 24
@@ -80,11 +79,11 @@ def test_six_steps_are_three_a_kill_and_three_and_stops_by_signals_save_and_exit
 
 def test_a_stop_file_stops_the_run_and_is_gone_at_the_next_start(train_small, command: Command):
     run = command.folder / "runs" / "stop-file"
-    process = command.start("train", "small.yaml", "run.name=stop-file", *LONG)
+    process = command.start_program(FAULTY, "waits for a signal", "all", "small.yaml", "run.name=stop-file", *LONG, 1)
     wait_for_step(run, 1)
     (run / "stop").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 75
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 75, out + err
     train_small("stop-file", *LONG)
     assert [r["step"] for r in records(run)] == list(range(1, 25))
 
@@ -130,7 +129,7 @@ def test_a_signal_to_every_process_leaves_the_loader_alive_until_the_run_is_save
     process = command.start("train", "small.yaml", "run.name=all-signalled", *overrides)
     wait_for_step(run, 20)
     os.killpg(process.pid, signal.SIGUSR1)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 75, out + err
     assert "Traceback" not in err
 
@@ -209,7 +208,7 @@ def test_a_killed_rank_leaves_no_loader_process_behind(command: Command):
     process = command.start("train", "small.yaml", "run.name=orphans", *overrides)
     wait_for_step(run, 3)
     process.kill()
-    process.communicate(timeout=30)  # returns when every process that holds its output has ended
+    process.communicate(timeout=240)  # returns when every process that holds its output has ended
 
 
 def test_the_first_start_and_prepare_name_a_corpus_of_former_rules_and_its_run_resumes_without_it(

@@ -1,25 +1,26 @@
 """Where the time of a run went that was killed and resumed: every second has a class, in every place that shows it."""
 
 import json
-import os
-import signal
 import time
+from pathlib import Path
 
 import pytest
-from running import records, wait_for_step
+from running import kill_ranks, records, wait_for_step
 
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, goodput_of
 
 pytestmark = pytest.mark.slow
 
+FAULTY = Path(__file__).parents[1] / "distributed" / "faulty_train.py"
+
 
 def test_a_killed_and_resumed_run_accounts_for_all_of_its_time(command, train_small):
     settings = ("run.name=killed", "training.max_steps=60", "checkpoints.every_steps=15", "schedule.warmup_steps=4")
     run, began = command.folder / "runs" / "killed", time.time()
-    process = command.start("train", "small.yaml", *settings)
+    process = command.start_program(FAULTY, "waits for a signal after 20", "all", "small.yaml", *settings, 1)
     wait_for_step(run, 20)
-    os.killpg(process.pid, signal.SIGKILL)
+    kill_ranks(process)
     process.communicate()
     died, killed = time.time(), records(run)[-1]["step"]
     time.sleep(1.0)

@@ -20,6 +20,36 @@ NODES = {
     *("int8", "teacher_scores", "student_scores", "student_alone_scores", "int8_scores"),
 }
 STEPS = 60
+HELD_AT = 20
+HOLDING = f"""
+import importlib.machinery, os, sys, time
+from pathlib import Path
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target) if name == "dist_transformer.training.loop" else None
+        if spec is not None:
+            run = spec.loader.exec_module
+
+            def run_and_hold(module):
+                run(module)
+                step = module.Loop._step
+
+                def held(loop, *others):
+                    here = Path(os.environ["HELD"], loop._run.run_dir.name)
+                    while loop.state.step >= {HELD_AT} and here.exists() and not loop._run.wants_stop():
+                        time.sleep(0.01)
+                    return step(loop, *others)
+
+                module.Loop._step = held
+
+            spec.loader.exec_module = run_and_hold
+        return spec
+
+sys.meta_path.insert(0, Finder)
+"""
+"""A sitecustomize.py: training waits at a step to be killed or stopped, as long as its name is in the folder HELD."""
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +87,14 @@ def test_a_pipeline_that_is_killed_and_stopped_ends_as_an_undisturbed_one(comman
     longer = [f"nodes.{name}.set.training.max_steps={STEPS}" for name in ("backward", "teacher")]
     place = (TINY, f"root={root}", f"data_root={text}", *longer)
     assert set(states(command, *place).values()) == {"to do"}
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "sitecustomize.py").write_text(HOLDING, encoding="utf-8")
+    path = os.pathsep.join([str(held), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for name in ("backward", "teacher"):
+        (held / name).touch()
 
-    first = command.start("pipeline", "run", *place)
+    first = command.start("pipeline", "run", *place, PYTHONPATH=path, HELD=str(held))
     wait_for_step(first, root / "backward", STEPS // 4)
     verb = child_of(first.pid)
     os.kill(first.pid, signal.SIGSTOP)  # so that it starts nothing when its verb dies
@@ -67,10 +103,11 @@ def test_a_pipeline_that_is_killed_and_stopped_ends_as_an_undisturbed_one(comman
     assert "is run by one process at a time" in said
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
+    (held / "backward").unlink()
     assert states(command, *place)["corpus"] == "done"
     assert states(command, *place)["backward"] in ("running", "stopped")  # its last sign of life is fresh
 
-    second = command.start("pipeline", "run", *place)
+    second = command.start("pipeline", "run", *place, PYTHONPATH=path, HELD=str(held))
     wait_for_step(second, root / "teacher", STEPS // 4)
     second.send_signal(signal.SIGTERM)
     _, err = second.communicate(timeout=240)
