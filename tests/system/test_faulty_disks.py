@@ -185,8 +185,8 @@ def test_without_locks_between_machines_and_with_old_listings_one_run_trains_and
     real = tmp_path / "real/runs/a"
     real.mkdir(parents=True)
     quickly = with_constants({"run.lock.BEAT_SECONDS": 0.5})
+    patiently = with_constants({"run.lock.BEAT_SECONDS": 5.0})  # of who may miss some beats of a living one
     endless = ("checkpoints.every_steps=10", "training.max_steps=1000000")
-    there = {**os.environ, **quickly}
     with FuseDisk(tmp_path / "real", tmp_path / "other").mounted() as other:
         other.set(stale_seconds=3600)
         assert not run_of(other).joinpath("owner.json").exists()
@@ -195,7 +195,9 @@ def test_without_locks_between_machines_and_with_old_listings_one_run_trains_and
             wait_for_checkpoint(first, real, 10)
             assert not run_of(other).joinpath("owner.json").exists()  # as that machine remembers
             second = on(
-                there, command, [*elsewhere(tmp_path / "boot"), *PROGRAM, *arguments(other, prepared, *endless)]
+                {**os.environ, **patiently},
+                command,
+                [*elsewhere(tmp_path / "boot"), *PROGRAM, *arguments(other, prepared, *endless)],
             )
             assert second.returncode == EXIT_USER_ERROR
             assert_one_message(second.stderr, "works on this run folder .*a run folder is for one job at a time")
@@ -207,7 +209,11 @@ def test_without_locks_between_machines_and_with_old_listings_one_run_trains_and
         assert sorted(os.listdir(run_of(other) / "checkpoints")) == seen != sorted(os.listdir(real / "checkpoints"))
         end = newest(real) + 3
         ending = ("checkpoints.every_steps=10", f"training.max_steps={end}")
-        third = on(there, command, [*elsewhere(tmp_path / "boot"), *PROGRAM, *arguments(other, prepared, *ending)])
+        third = on(
+            {**os.environ, **quickly},
+            command,
+            [*elsewhere(tmp_path / "boot"), *PROGRAM, *arguments(other, prepared, *ending)],
+        )
         assert third.returncode == 0, third.stderr
     assert f"start      step {end - 3}, resumed from" in third.stderr
     assert [step for step, _ in batches(real)] == [*range(1, end + 1)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import filelock
 import pytest
 from mlflow import MlflowClient
-from running import Command, wait_for_step
+from running import Command, wait_for_step, with_constants
 
 from dist_transformer import evaluate
 from dist_transformer.config.loading import load_config
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 RUN = ("train", "small.yaml", "run.name=killed-in-mlflow", "tracking.enabled=true", "checkpoints.every_steps=5",
        "checkpoints.keep_last=2", "validation.every_steps=1000000")  # fmt: skip
+PATIENT = with_constants(dict.fromkeys(["cli.status.CORRECTION_SECONDS", "cli.evaluate.TELL_SECONDS"], 240))
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,11 @@ def killed(command: Command) -> RunDir:
     run_dir = RunDir(command.folder / "runs" / "killed-in-mlflow")
     process = command.start(*RUN, "training.max_steps=100000")
     wait_for_step(run_dir.path, 10)
-    deadline = time.monotonic() + 120
-    while not (run_dir.tracking.is_file() and read_json(run_dir.tracking)["spool_offset"]):
-        assert time.monotonic() < deadline, "the run did not reach MLflow"
+    deadline = time.monotonic() + 240
+    while not (
+        run_dir.tracking.is_file() and read_json(run_dir.tracking)["spool_offset"] and newest_checkpoint(run_dir)
+    ):
+        assert time.monotonic() < deadline, "the run did not reach MLflow, or saved nothing"
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -46,7 +49,8 @@ def killed(command: Command) -> RunDir:
 @pytest.fixture(scope="module")
 def ended(command: Command, killed: RunDir) -> RunDir:
     """The same run, which went on and has finished."""
-    command(*RUN, f"training.max_steps={_checkpoint_step(killed) + 10}")
+    patient = with_constants({"tracking.tracker.CLOSE_SECONDS": 240})
+    command(*RUN, f"training.max_steps={_checkpoint_step(killed) + 10}", **patient)
     return killed
 
 
@@ -57,7 +61,8 @@ def status_on_server(run_dir: RunDir) -> str:
 
 def test_who_asks_for_the_status_of_a_killed_run_mends_it_in_mlflow(command: Command, killed: RunDir) -> None:
     assert status_on_server(killed) == "RUNNING"
-    assert "MLflow had RUNNING as the status of this run; it is KILLED now\n" in command("status", killed.path)
+    said = command("status", killed.path, **PATIENT)
+    assert "MLflow had RUNNING as the status of this run; it is KILLED now\n" in said
     assert status_on_server(killed) == "KILLED"
     assert "MLflow" not in command("status", killed.path)
 
@@ -110,11 +115,13 @@ def test_nothing_is_said_of_a_run_that_somebody_trains(command: Command, ended: 
     add_event(ended.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
     with filelock.FileLock(ended.lock):
         assert "MLflow" not in command("status", ended.path)
-    assert "it is FINISHED now" in command("status", ended.path), "it had finished before"
+    assert "it is FINISHED now" in command("status", ended.path, **PATIENT), "it had finished before"
 
 
-def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, ended: RunDir) -> None:
-    command("evaluate", ended.path, "--beam", 1)
+def test_scores_of_an_evaluation_are_found_with_the_run(
+    command: Command, ended: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("evaluate", ended.path, "--beam", 1, **PATIENT)
     memory, scores = read_json(ended.tracking), read_json(ended.evaluation / "test.json")
     run = MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"])
     measures = ("bleu", "chrf", "exact_match")
@@ -128,6 +135,7 @@ def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, ended:
         "not reported to MLflow: the run is being trained, or its lock cannot be taken; evaluate again when it has ended"
         in said
     )
+    monkeypatch.setattr("dist_transformer.cli.evaluate.TELL_SECONDS", 240)
     again = evaluate(ended.path, beam_size=2)  # from Python
     history = MlflowClient(tracking_uri=memory["uri"]).get_metric_history(memory["run_id"], "evaluation/test/bleu")
     assert [point.value for point in history] == [scores["bleu"], again["bleu"]]

@@ -82,7 +82,7 @@ def said(command: Command, proxy: Proxy, environment: dict[str, str]) -> str:
     proxy.set_fault(Fault(status=500, body=repeated))
     wait_until(lambda: proxy.met > 0)
     proxy.set_fault(Fault(only="mlflow-artifacts", status=404, body=repeated))
-    out = "".join(process.communicate(timeout=120))
+    out = "".join(process.communicate(timeout=300))
     assert process.returncode == 0, out
     proxy.set_fault(None)
     out += crashed(command, environment, *settings, "training.max_steps=10")
@@ -99,7 +99,7 @@ def crashed(command: Command, environment: dict[str, str], *arguments: str) -> s
         [sys.executable, "-c", CRASHING, *arguments], cwd=command.folder, env={**without(NOT_INHERITED), **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 1, out
     return out
 
