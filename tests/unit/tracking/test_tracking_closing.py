@@ -127,12 +127,13 @@ def test_a_thread_that_was_given_up_sends_nothing_beside_the_next_one_of_its_run
 ) -> None:
     """As after a divergence: the server takes long for some points, training goes back and begins again."""
     log_points, senders = TrackedRun.log_points, []
-    hangs = threading.Event()
+    hangs, given_up = threading.Event(), threading.Event()
 
     def hang_once(run: TrackedRun, points: list[Point]) -> None:
         senders.append(threading.current_thread())
         if len(senders) == 1:
             hangs.set()
+            given_up.wait()
             release.wait(HELD_SECONDS)
         log_points(run, points)
         if senders[0] is not threading.current_thread():
@@ -145,6 +146,7 @@ def test_a_thread_that_was_given_up_sends_nothing_beside_the_next_one_of_its_run
     first.start({}, {}, "")
     hangs.wait()
     first.close("SCHEDULED")
+    given_up.set()
     log.rewind(12)
     second = tracker_of(stored_run_dir, None)
     second.start({}, {}, "")
