@@ -5,6 +5,7 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -217,11 +218,19 @@ def test_an_artifact_store_that_takes_nothing_holds_up_neither_the_curves_nor_th
     def refuse(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(MlflowClient, "log_text", refuse)
-    monkeypatch.setattr(shipper, "ANSWER_SECONDS", 1)
     train(MetricsLog(stored_run_dir.metrics), range(1, 4))
-    tracker = tracker_of(stored_run_dir, None, close_seconds=5)
-    tracker.start({}, {}, "model: base\n")
-    tracker.close("FINISHED")
-    assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
-    assert client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED"
+    tracker = tracker_of(stored_run_dir, None, close_seconds=600)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(MlflowClient, "log_text", refuse)
+        tracker.start({}, {}, "model: base\n")
+        closed = pool.submit(tracker.close, "FINISHED")
+        try:
+            wait_until(lambda: sent_step(stored_run_dir) == 3)
+            wait_until(lambda: client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED")
+            assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(
+                stored_run_dir
+            )
+            assert not closed.done(), "the configuration has not been taken"
+        finally:
+            patch.undo()  # so that it is taken, and the end comes
+            closed.result()
