@@ -20,7 +20,7 @@ run_node() { # the first process of the node; in netns mode its death ends every
     ip link set lo up
     mount --bind "$D/hosts" /etc/hosts
     mount --bind "$D/nsswitch.conf" /etc/nsswitch.conf
-    wait_for 10 ip link show eth0
+    wait_for 120 ip link show eth0
     ip addr add "$NET.$((10 + ${node#n}))/24" dev eth0
     ip link set eth0 up
   fi
@@ -39,7 +39,7 @@ start_in_namespaces() {
   setsid unshare --net --uts --pid --mount --ipc --fork --kill-child --mount-proc \
     "$here/cluster_node.sh" "$D" run "$node" </dev/null >> "$D/log/node-$node.out" 2>&1 &
   local pid=$!
-  wait_for 5 own_network "$pid"
+  wait_for 120 own_network "$pid"
   remember "$pid" "$file"
   ip link add "$TAG-$node" type veth peer name eth0 netns "$pid"
   ip link set "$TAG-$node" master "$TAG-br"
@@ -60,7 +60,7 @@ kill_node() {
   for i in 1 2 3; do kill -STOP $(descendants "$pid") 2>/dev/null || :; done
   for i in 1 2 3; do kill -KILL $(descendants "$pid" | tac) 2>/dev/null || :; done
   kill -KILL "$pid" 2>/dev/null || :
-  wait_for 5 has_ended "$file"
+  wait_for 120 has_ended "$file"
   [ "$MODE" != netns ] || ip link del "$TAG-$node" 2>/dev/null || :
   rm -f "$D/spool/$node/${node}_"[0-9]*
 }

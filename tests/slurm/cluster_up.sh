@@ -110,11 +110,11 @@ esac > "$D/cgroup.conf"
 (umask 077; head -c 1024 /dev/urandom > "$D/munge/key")
 start_daemon munged munged -F -f --key-file="$D/munge/key" --socket="$D/run/munge.sock" \
   --pid-file="$D/run/munged.pid" --log-file="$D/log/munged.log" --seed-file="$D/munge/seed"
-wait_for 10 munge -n --socket="$D/run/munge.sock" || fail "munged does not answer: $D/log/munged.log"
+wait_for 60 munge -n --socket="$D/run/munge.sock" || fail "munged does not answer: $D/log/munged.log"
 "$here/cluster_node.sh" "$D" start controller
 controller_is_up() { scontrol ping | grep -q ' UP'; }
-wait_for 20 controller_is_up || fail "slurmctld does not answer: $(tail -n 3 "$D/log/slurmctld.log")"
+wait_for 120 controller_is_up || fail "slurmctld does not answer: $(tail -n 3 "$D/log/slurmctld.log")"
 for i in $(seq "$NODES"); do "$here/cluster_node.sh" "$D" start "n$i"; done
 nodes_are_idle() { [ "$(sinfo -h -N -p main -o '%T' | grep -c '^idle$')" = "$NODES" ]; }
-wait_for 30 nodes_are_idle || fail "the nodes did not come up: $(tail -n 3 "$D"/log/node-*.out)"
+wait_for 180 nodes_are_idle || fail "the nodes did not come up: $(tail -n 3 "$D"/log/node-*.out)"
 echo "cluster_up: Slurm with $NODES nodes, mode $MODE. Now: . $D/env.sh"

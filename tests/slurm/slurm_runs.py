@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slurm_test_cluster import SlurmCluster, wait_until
+from slurm_test_cluster import PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
@@ -63,21 +63,24 @@ class SubmittedRun:
     def attempts(self, event: str) -> list[dict[str, Any]]:
         return [record for record in read_lines(self.run_dir.attempts) if record["event"] == event]
 
+    def history(self, event: str) -> list[dict[str, Any]]:
+        return [record for record in read_lines(self.run_dir.history) if record["event"] == event]
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Of the last checkpoint."""
         weights = Weights(self.run_dir.checkpoints / f"step_{MAX_STEPS:08d}")
         return {name: weights[name] for name in weights}
 
-    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, seconds: float = PATIENCE_SECONDS) -> None:
         wait_until(lambda: max(self.steps(), default=0) >= step, seconds, lambda: f"step {step}\n{self.log()}")
 
-    def wait_for_words(self, words: str, seconds: float = 90) -> None:
+    def wait_for_words(self, words: str, seconds: float = PATIENCE_SECONDS) -> None:
         wait_until(lambda: words in self.log(), seconds, lambda: f"{words!r} in\n{self.log()}")
 
-    def wait_for_attempt(self, number: int, seconds: float = 120) -> None:
+    def wait_for_attempt(self, number: int, seconds: float = PATIENCE_SECONDS) -> None:
         wait_until(lambda: len(self.attempts("began")) > number, seconds, lambda: f"attempt {number}\n{self.log()}")
 
-    def wait_for_end(self, state: str = "COMPLETED", seconds: float = 240) -> None:
+    def wait_for_end(self, state: str = "COMPLETED", seconds: float = PATIENCE_SECONDS) -> None:
         wait_until(lambda: self.cluster.state(self.job_id) in OVER, seconds, lambda: f"an end\n{self.log()}")
         assert self.cluster.state(self.job_id) == state, self.log()
 

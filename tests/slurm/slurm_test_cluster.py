@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+PATIENCE_SECONDS = 600.0
+"""Of who waits for what takes seconds: the machine may be busy, and a node that was lost is noticed after some more."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class SlurmCluster:
         def idle() -> int:
             return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split().count("idle")
 
-        wait_until(lambda: idle() == count, 60, lambda: self.run("sinfo", "--Node", "--long"))
+        wait_until(lambda: idle() == count, PATIENCE_SECONDS, lambda: self.run("sinfo", "--Node", "--long"))
 
     def node(self, action: str, name: str) -> None:
         """start, kill (as if the power went), cut or heal (its network), slow a node; see cluster_node.sh."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from running import with_constants
 from slurm_runs import CONFIG, MAX_STEPS, SubmittedRun, program, signal_ranks, submit
-from slurm_test_cluster import HERE, SlurmCluster, wait_until
+from slurm_test_cluster import HERE, PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
@@ -48,7 +48,7 @@ def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmClus
     assert "stopped by a signal" in stacks
 
     say(slurm_cluster, "stop", folder)
-    wait_until(lambda: is_over(slurm_cluster, run.job_id), 60, run.log)
+    wait_until(lambda: is_over(slurm_cluster, run.job_id), PATIENCE_SECONDS, run.log)
     assert "stopped by the file" in run.log()
     assert [record["exit_code"] for record in run.attempts("ended")] == [75]
     stopped_at = max(run.steps())
@@ -61,7 +61,7 @@ def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmClus
     steps = run.steps()  # read once: the run goes on
     assert steps == list(range(1, steps[-1] + 1))
     say(slurm_cluster, "cancel", run.job_id, "--root", str(tmp_path / "runs"))
-    wait_until(lambda: is_over(slurm_cluster, run.job_id), 60, run.log)
+    wait_until(lambda: is_over(slurm_cluster, run.job_id), PATIENCE_SECONDS, run.log)
     assert slurm_cluster.state(run.job_id) == "CANCELLED"
     assert not run.attempts("ended")[-1]["requeued"]
     assert json.loads(say(slurm_cluster, "status", folder, "--json"))["state"] == "stopped"
@@ -89,7 +89,7 @@ def test_jobs_after_each_other_that_python_submits_prepare_and_train(
     def logs() -> str:
         return "\n".join(path.read_text() for path in run.run_dir.slurm.glob("*.log"))
 
-    wait_until(lambda: is_over(slurm_cluster, *ids), 300, logs)
+    wait_until(lambda: is_over(slurm_cluster, *ids), PATIENCE_SECONDS, logs)
     assert {slurm_cluster.state(job_id) for job_id in ids} == {"COMPLETED"}, logs()
     assert read_json(run.run_dir.state)["state"] == "finished"
 
@@ -105,7 +105,7 @@ def test_the_preflight_finds_the_slow_node_and_the_job_trains_without_it(
             cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", *SHORT,
             "slurm.preflight=exclude",
         )  # fmt: skip
-        run.wait_for_end(seconds=300)
+        run.wait_for_end()
     finally:
         slurm_cluster.node("heal", "n2")
     assert [record["nodes"] for record in run.attempts("began")] == ["n[1-3]", "n[1,3-4]"], run.log()
@@ -147,7 +147,7 @@ def test_what_is_exported_before_submit_reaches_each_attempt_and_is_written_nowh
     setup = json.dumps([f'printf "%s\\n" "$PGPASSWORD" >> {seen}', again, "exit 0"])
     cluster = SlurmCluster(slurm_cluster.folder, {**slurm_cluster.environment, "PGPASSWORD": "of-the-shell"})
     run = submit(cluster, tmp_path / "runs", "secret", f"slurm.setup={setup}", "slurm.nodes=1")
-    wait_until(lambda: is_over(cluster, run.job_id), 120, run.log)
+    wait_until(lambda: is_over(cluster, run.job_id), PATIENCE_SECONDS, run.log)
     assert seen.read_text() == "of-the-shell\n" * 2
     files = [path for path in run.run_dir.path.rglob("*") if path.is_file()]
     assert run.run_dir.submitted_script in files

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from slurm_runs import SubmittedRun, read_lines, submit
-from slurm_test_cluster import HERE, SlurmCluster, wait_until
+from slurm_test_cluster import HERE, PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.files import read_json
 
@@ -45,7 +45,7 @@ class TeamServer:
         job_id = self.submit(node)
         wait_until(
             lambda: (self.folder / f"server-{job_id}.log").exists() and "listens at" in self.log(job_id),
-            120,
+            PATIENCE_SECONDS,
             lambda: f"a server on {node}: {self.cluster.state(job_id)}",
         )
         return job_id
@@ -84,7 +84,7 @@ class TeamServer:
 
 def end(cluster: SlurmCluster, job_id: str) -> None:
     cluster.run("scancel", job_id)
-    wait_until(lambda: cluster.state(job_id) in OVER, 60, lambda: cluster.state(job_id))
+    wait_until(lambda: cluster.state(job_id) in OVER, PATIENCE_SECONDS, lambda: cluster.state(job_id))
 
 
 @pytest.mark.slurm
@@ -107,8 +107,11 @@ def test_runs_reach_the_server_by_the_name_of_its_node_and_find_it_again_when_it
     assert server.refusal(Origin="http://elsewhere") == 403
     assert server.ask("experiments/search", {"max_results": 1}, Origin=server.address)["experiments"]
     second = server.submit("n3")
-    reason = cluster.run("squeue", "--noheader", f"--jobs={second}", "--format=%r").strip()
-    assert reason == "Dependency"  # one server at a time
+
+    def reason() -> str:
+        return cluster.run("squeue", "--noheader", f"--jobs={second}", "--format=%r").strip()
+
+    wait_until(lambda: reason() == "Dependency", PATIENCE_SECONDS, reason)  # one server at a time
     end(cluster, second)
 
     tracked = submit(cluster, tmp_path / "runs", "tracked", *SHORT, *places)
@@ -134,6 +137,6 @@ def test_runs_reach_the_server_by_the_name_of_its_node_and_find_it_again_when_it
     assert server.tracked(tracked)["info"]["run_id"] == before
 
     cluster.run("scancel", "--signal=USR1", "--batch", job_id)  # as Slurm does before the time limit
-    wait_until(lambda: cluster.state(job_id) == "PENDING", 60, lambda: server.log(job_id))
+    wait_until(lambda: cluster.state(job_id) == "PENDING", PATIENCE_SECONDS, lambda: server.log(job_id))
     assert "the server has ended with exit code 0" in server.log(job_id)
     end(cluster, job_id)

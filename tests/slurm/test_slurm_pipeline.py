@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from slurm_runs import program
-from slurm_test_cluster import SlurmCluster, wait_until
+from slurm_test_cluster import PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.files import read_json
@@ -60,7 +60,7 @@ def test_each_node_is_a_job_that_waits_for_those_it_reads_and_is_not_done_twice(
 
     def wait_for(said: str) -> None:
         for job_id in ids_of(said):
-            wait_until(lambda job_id=job_id: slurm_cluster.state(job_id) in OVER, 300, logs)
+            wait_until(lambda job_id=job_id: slurm_cluster.state(job_id) in OVER, PATIENCE_SECONDS, logs)
             assert slurm_cluster.state(job_id) == "COMPLETED", logs()
 
     held = ids_of(submit("set.slurm.sbatch.hold=true"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from prepare_helpers import check_shards
-from slurm_test_cluster import HERE, SlurmCluster, wait_until
+from slurm_test_cluster import HERE, PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.data.manifest import Manifest
@@ -57,12 +57,12 @@ def test_a_job_array_prepares_what_one_process_prepares_though_a_task_is_stopped
 
     wait_until(
         lambda: (prepared / "work").is_dir() and processes_that_catch(signal.SIGUSR1) == 2,
-        120,
+        PATIENCE_SECONDS,
         lambda: f"two tasks at work\n{logs()}",
     )
     cluster.run("scancel", "--signal=USR1", f"{job_id}_0")
     for task in (f"{job_id}_0", f"{job_id}_1"):
-        wait_until(lambda task=task: cluster.state(task) in OVER, 180, lambda: f"an end\n{logs()}")
+        wait_until(lambda task=task: cluster.state(task) in OVER, PATIENCE_SECONDS, lambda: f"an end\n{logs()}")
         assert cluster.state(task) == "COMPLETED", logs()
     assert "stopped while preparing the corpus (signal SIGUSR1)" in logs()
     assert f"job {job_id}_0 attempt 1: " in logs()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from slurm_runs import MAX_STEPS, SubmittedRun, signal_ranks, submit, submit_by_hand
-from slurm_test_cluster import SlurmCluster, wait_until
+from slurm_test_cluster import PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.files import read_json
 
@@ -50,10 +50,11 @@ def test_a_job_that_is_told_to_save_is_requeued_and_goes_on(
     run.wait_for_step(10)
     cluster.run("scancel", "--signal=USR1", run.job_id)
     run.wait_for_words("requeued:")
-    stopped_at = max(run.steps())
-    assert 10 <= stopped_at < MAX_STEPS
-    assert (run.run_dir.checkpoints / f"step_{stopped_at:08d}").is_dir()
     run.wait_for_end()
+    stopped, again = run.history("end")[0], run.history("start")[1]
+    assert stopped["state"] == "stopped"
+    assert 10 <= stopped["step"] == again["step"] < MAX_STEPS
+    assert run.history("saved")[0]["step"] <= stopped["step"]
     assert [record["exit_code"] for record in run.attempts("ended")] == [75, 0]
     run.must_equal(undisturbed)
 
@@ -61,11 +62,12 @@ def test_a_job_that_is_told_to_save_is_requeued_and_goes_on(
 def test_a_job_near_its_time_limit_saves_and_goes_on(
     cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
 ) -> None:
-    run = submit(cluster, root, "limit")
+    run = submit(cluster, root, "limit", "slurm.signal_seconds=600")  # minutes to save in, however busy the machine is
     run.wait_for_step(10)
     # The ranks stand still until Slurm's signal, which it looks for every half minute, has come.
     signal_ranks(signal.SIGSTOP, run)
-    cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
+    minutes = cluster.run("squeue", "--noheader", f"--jobs={run.job_id}", "--format=%M").split(":")[-2]
+    cluster.run("scontrol", "update", f"JobId={run.job_id}", f"TimeLimit={int(minutes) + 10}")
     run.wait_for_words("told to save")
     signal_ranks(signal.SIGCONT, run)
     run.wait_for_words("requeued:")
@@ -108,7 +110,7 @@ def test_a_job_whose_node_dies_keeps_the_other_and_a_spare_one_and_goes_on_at_on
     cluster.node("kill", "n2")
     run.wait_for_attempt(1)
     assert (run.attempts("began")[1]["attempt"], run.attempts("began")[1]["nodes"]) == (0, "n1,n3"), run.log()
-    wait_until(lambda: read_json(run.run_dir.state)["starts"] == 2, 120, run.log)
+    wait_until(lambda: read_json(run.run_dir.state)["starts"] == 2, PATIENCE_SECONDS, run.log)
     cluster.node("kill", "n3")  # only one is left, half of the wanted ones
     run.wait_for_end()
     assert [record["nodes"] for record in run.attempts("began")[1:]] == ["n1,n3", "n1"]
@@ -129,7 +131,7 @@ def test_a_job_whose_batch_script_dies_with_its_node_goes_on_with_another(
     assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
     cluster.node("start", "n1")
     starts = began + 1
-    wait_until(lambda: read_json(run.run_dir.state)["starts"] == starts, 120, run.log)
+    wait_until(lambda: read_json(run.run_dir.state)["starts"] == starts, PATIENCE_SECONDS, run.log)
     cluster.run("scancel", "--signal=USR1", run.job_id)
     run.wait_for_attempt(starts)
     assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
@@ -159,7 +161,7 @@ def test_a_controller_that_is_away_when_the_job_wants_to_be_requeued_is_waited_f
     log = next(run.run_dir.slurm.glob("job-*.log"))
     cluster.node("kill", "controller")
     signal_ranks(signal.SIGUSR1, run)
-    wait_until(lambda: "Unable to contact slurm controller" in log.read_text(), 60, log.read_text)
+    wait_until(lambda: "Unable to contact slurm controller" in log.read_text(), PATIENCE_SECONDS, log.read_text)
     cluster.node("start", "controller")
     run.wait_for_end()
     assert [record["exit_code"] for record in run.attempts("ended")] == [75, 0]
@@ -173,7 +175,7 @@ def test_a_run_that_is_started_twice_by_accident_is_trained_once(
     run.wait_for_step(10)
     signal_ranks(signal.SIGSTOP, run, [1])  # it must not have ended before the other is refused; rank 0 lives
     second = submit_by_hand(cluster, run)
-    wait_until(lambda: cluster.state(second) == "FAILED", 90, run.log)
+    wait_until(lambda: cluster.state(second) == "FAILED", PATIENCE_SECONDS, run.log)
     signal_ranks(signal.SIGCONT, run, [1])
     assert f"job {run.job_id} (attempt 0) with pid" in run.log()
     assert "works on this run folder" in run.log()

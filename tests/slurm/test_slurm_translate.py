@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_test_cluster import HERE, SlurmCluster, wait_until
+from slurm_test_cluster import HERE, PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.schema import DecodingConfig, ModelConfig
@@ -49,9 +49,9 @@ def test_the_ranks_of_a_job_that_is_stopped_and_requeued_translate_a_file(
     job_id = cluster.run(*job, str(model), *options, cwd=REPOSITORY).strip()
     log, parts = tmp_path / "job.log", tmp_path / "out put.parts"
 
-    wait_until(lambda: list(parts.glob("*.txt")) != [], 120, log.read_text)
+    wait_until(lambda: list(parts.glob("*.txt")) != [], PATIENCE_SECONDS, log.read_text)
     cluster.run("scancel", "--signal=USR1", job_id)
-    wait_until(lambda: cluster.state(job_id) in OVER, 180, log.read_text)
+    wait_until(lambda: cluster.state(job_id) in OVER, PATIENCE_SECONDS, log.read_text)
     assert cluster.state(job_id) == "COMPLETED", log.read_text()
     assert "stopped while translating (signal SIGUSR1)" in log.read_text()
     assert "attempt 1: 2 ranks" in log.read_text()
