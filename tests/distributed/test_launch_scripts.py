@@ -63,7 +63,7 @@ def test_a_launcher_starts_two_ranks_that_train_the_same_run(small_corpus, alone
     (small_corpus / "hosts").write_text("localhost slots=2\n", encoding="utf-8")
     name = script.removesuffix(".sh")
     process = start(small_corpus, script, *before, "small.yaml", f"run.name={name}", **environment)
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     run = small_corpus / "runs" / name
     assert [r["batch_digest"] for r in records(run)] == [r["batch_digest"] for r in records(alone)]
@@ -76,7 +76,7 @@ def test_a_signal_to_torchrun_saves(small_corpus, alone):
     run = small_corpus / "runs" / "torchrun-stopped"
     wait_for_step(run, 2)
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate(timeout=600)
     step = records(run)[-1]["step"]
     assert (run / "checkpoints" / f"step_{step:08d}" / "manifest.json").is_file(), out
 

@@ -57,7 +57,7 @@ class TeamServer:
         body = None if question is None else json.dumps(question).encode()
         headers = {"Content-Type": "application/json", **headers}
         request = urllib.request.Request(f"http://{addresses[node]}:{port}/api/2.0/mlflow/{path}", body, headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)
 
     def refusal(self, **headers: str) -> int:

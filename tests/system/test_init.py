@@ -68,7 +68,7 @@ def test_a_terminal_is_asked_and_enter_takes_what_is_proposed(command: Command) 
     except OSError:  # how a terminal says that nobody writes to it any more
         pass
     os.close(ours)
-    assert process.wait(60) == 0, shown
+    assert process.wait(240) == 0, shown
     assert answers == {}
     assert "not asked" not in shown
     written = values(command.folder / "asked.yaml")

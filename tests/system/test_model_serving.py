@@ -95,7 +95,7 @@ def answers_at(address: str, process: "subprocess.Popen[bytes]", log: Path) -> b
 
 def ask(address: str, body: bytes, kind: str = "application/json") -> list[str]:
     request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": kind})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         predictions: list[str] = json.load(answer)["predictions"]
     return predictions
 

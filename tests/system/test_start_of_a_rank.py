@@ -14,7 +14,7 @@ def imports_of(folder, *arguments: str) -> set[str]:
     """The modules that a command imported in its own process."""
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "dist_transformer", *arguments],
-        cwd=folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=120, check=True,
+        cwd=folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     return set(re.findall(r"^import time:.*\| +(\S+)$", ran.stderr, re.MULTILINE))
 

@@ -56,7 +56,7 @@ def on_terminal(folder: Path, client: Path, *arguments: str) -> str:
     except OSError:  # how a terminal says that nobody writes to it any more
         pass
     os.close(ours)
-    assert process.wait(60) == 0, shown.decode()
+    assert process.wait(240) == 0, shown.decode()
     return shown.decode()
 
 

@@ -309,7 +309,7 @@ def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
     first.send_signal(signal.SIGUSR1)
-    out, err = first.communicate(timeout=120)
+    out, err = first.communicate(timeout=600)
     assert first.returncode == EXIT_REQUEUE, out + err
     assert "stopped while translating (signal SIGUSR1)" in err
     made = {path: path.stat().st_mtime_ns for path in parts.glob("*.txt")}

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("finetuning.md", "tutorial.md")
-SECONDS_OF_A_BLOCK = 300
+SECONDS_OF_A_BLOCK = 900
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,6 @@ def test_on_a_terminal_the_runs_are_drawn_anew_until_ctrl_c(runs: Path) -> None:
     except OSError:  # how a terminal says that nobody writes to it any more
         pass
     os.close(ours)
-    assert process.wait(60) == 0, shown
+    assert process.wait(240) == 0, shown
     assert then == []
     assert "\x1b[1A" in shown  # drawn over, not below

@@ -296,7 +296,7 @@ def test_processes_at_once_join_the_whole_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0] * 4
     assert output.read_text() == "0\n1\n2\n3\n"
     assert names(tmp_path) == {"out", "out.plan.json"}

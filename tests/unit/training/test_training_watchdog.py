@@ -308,6 +308,6 @@ def test_memory_of_gpus_is_taken_in_segments_that_grow_unless_a_person_says_othe
     """torch itself is asked what it has read."""
     environment = {**without([*NOT_INHERITED, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]), **given}
     done = subprocess.run(
-        [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.strip() == found, done.stderr

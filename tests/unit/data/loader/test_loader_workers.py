@@ -78,7 +78,7 @@ def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert (
         "no window within 1 s, half of training.hang_seconds (waiting for window 1 of lane 0 of epoch 0)" in done.stdout

@@ -103,7 +103,7 @@ def test_data_clean_is_refused_where_another_process_cleans_and_changes_nothing_
         if not said:
             before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
             command = [sys.executable, "-m", "dist_transformer", "data", "clean", "my.yaml", "out"]
-            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
             assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
             said.append(f"{ended.returncode} {ended.stderr}")
 
