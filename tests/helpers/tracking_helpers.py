@@ -23,14 +23,14 @@ Curve = list[tuple[int, float, int]]
 class TimedTracker(Tracker):
     """One that waits so long for the server at its end."""
 
-    close_seconds = 30
+    close_seconds = 240
 
     def close(self, status: Status) -> None:
         with patch.object(tracker, "CLOSE_SECONDS", self.close_seconds):
             super().close(status)
 
 
-def tracker_of(run_dir: RunDir, uri: str | None, close_seconds: int = 30) -> Tracker:
+def tracker_of(run_dir: RunDir, uri: str | None, close_seconds: int = TimedTracker.close_seconds) -> Tracker:
     run_id = uuid.uuid5(uuid.NAMESPACE_URL, str(run_dir.path)).hex
     timed = TimedTracker(run_dir, settings_of(uri), "a run", run_dir.path.parent, run_id)
     timed.close_seconds = close_seconds

@@ -55,7 +55,7 @@ def deliver_again(run_dir: RunDir) -> None:
 
 
 def tracker_of(run_dir: RunDir, run_id: str = UID) -> Tracker:
-    return Tracker(run_dir, settings_of(None), "a run", run_dir.path.parent, run_id)
+    return TimedTracker(run_dir, settings_of(None), "a run", run_dir.path.parent, run_id)
 
 
 def started(run_dir: RunDir, parameters: dict[str, str] | None = None, **tags: str) -> Tracker:

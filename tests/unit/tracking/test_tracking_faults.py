@@ -69,7 +69,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 
 def following(run_dir: RunDir, uri: str) -> tuple[Tracker, MetricsLog]:
-    tracker = tracker_of(run_dir, uri, close_seconds=60)
+    tracker = tracker_of(run_dir, uri)
     tracker.start({"seed": "1"}, {}, "model: base\n")
     return tracker, MetricsLog(run_dir.metrics)
 
@@ -87,7 +87,7 @@ def test_errors_for_a_while_cost_nothing_and_are_told_once(
     train(log, range(1, 11))
     wait_until(lambda: sent_step(run_dir) == 10)
     proxy.set_fault(Fault(status=status))
-    seconds = train_while(log, tracker, 11, lambda: proxy.met < 3)
+    seconds = train_while(log, tracker, 11, lambda: proxy.met < 3 or not warnings(caplog))
     proxy.set_fault(None)
     tracker.close("FINISHED")
     assert_complete(server.uri, run_dir)
@@ -296,10 +296,13 @@ def test_a_server_restored_from_an_old_backup_gets_again_what_it_lost(
     train(log, range(11, 1001))
     wait_until(lambda: sent_step(run_dir) == 1000)
     server.kill()
-    shutil.copy(backup, database)
-    train(log, range(1001, 1011))
-    wait_until(lambda: bool(warnings(caplog)))
-    server.start()
+    told = len(warnings(caplog))
+    try:
+        shutil.copy(backup, database)
+        train(log, range(1001, 1011))
+        wait_until(lambda: len(warnings(caplog)) > told)
+    finally:
+        server.start()
     tracker.close("FINISHED")
     assert_complete(server.uri, run_dir)
     assert "lost points" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from tracking_helpers import (
+    TimedTracker,
     curves_in_file,
     curves_on_server,
     run_id_of,
@@ -22,7 +23,7 @@ from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking.final_status import settle
-from dist_transformer.tracking.tracker import Tracker, store_uri, sync
+from dist_transformer.tracking.tracker import store_uri, sync
 
 
 def test_a_store_that_was_moved_with_its_runs_is_found_and_none_is_made_at_the_old_place(
@@ -35,7 +36,7 @@ def test_a_store_that_was_moved_with_its_runs_is_found_and_none_is_made_at_the_o
     runs, first = stored_run_dir.path.parent, run_id_of(stored_run_dir)
     moved = RunDir(Path(shutil.move(runs, tmp_path / "elsewhere")) / stored_run_dir.name)
     add_event(moved.tracking_events, "status", {"status": "FAILED"})
-    assert settle(moved, "KILLED", settings_of(None), runs, 30) is None
+    assert settle(moved, "KILLED", settings_of(None), runs, 240) is None
     train(log := MetricsLog(moved.metrics), range(6, 11))
     log.close()
     sent = sync(moved, settings_of(None), runs)
@@ -50,7 +51,7 @@ def test_the_files_of_a_run_whose_store_was_moved_go_there_too(stored_run_dir: R
     runs = stored_run_dir.path.parent
     moved = RunDir(Path(shutil.move(runs, tmp_path / "elsewhere")) / stored_run_dir.name)
     _artifact_repos_cache.clear()  # another process, that is
-    tracker = Tracker(moved, settings_of(None), "a run", runs, "an id that is not asked for")
+    tracker = TimedTracker(moved, settings_of(None), "a run", runs, "an id that is not asked for")
     moved.report.write_text("<html/>")
     tracker.start({}, {}, "model: base\n")
     tracker.report_written()

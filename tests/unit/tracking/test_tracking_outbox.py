@@ -120,11 +120,11 @@ def test_a_model_folder_that_is_gone_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_where_no_server_answers_that_is_all_that_is_said() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ServerTrouble) as caught, translated_errors():
-        MlflowClient(tracking_uri=f"http://127.0.0.1:{port}").get_run("0")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nothing listens, and nobody else can
+        port = closed.getsockname()[1]
+        with pytest.raises(ServerTrouble) as caught, translated_errors():
+            MlflowClient(tracking_uri=f"http://127.0.0.1:{port}").get_run("0")
     assert str(caught.value) == f"no server answers at 127.0.0.1:{port} (connection refused)"
 
 

@@ -44,7 +44,7 @@ def running(server: Server) -> Server:
 
 def test_a_server_that_starts_after_training_did_gets_everything(server: Server, run_dir: RunDir) -> None:
     server.stop()
-    tracker = tracker_of(run_dir, server.uri, close_seconds=60)
+    tracker = tracker_of(run_dir, server.uri)
     tracker.start({"seed": "1", "empty": ""}, {"host": "n1"}, "model: base\n")
     train(MetricsLog(run_dir.metrics), range(1, 101))
     run_dir.model.mkdir()
@@ -73,7 +73,7 @@ def test_what_close_left_behind_is_sent_by_sync(running: Server, run_dir: RunDir
 
 
 def test_a_server_killed_again_and_again_loses_and_repeats_nothing(running: Server, run_dir: RunDir) -> None:
-    tracker = tracker_of(run_dir, running.uri, close_seconds=60)
+    tracker = tracker_of(run_dir, running.uri)
     log = MetricsLog(run_dir.metrics)
     tracker.start({}, {}, "model: base\n")
     seconds: list[float] = []
@@ -97,7 +97,7 @@ def test_a_server_killed_again_and_again_loses_and_repeats_nothing(running: Serv
 def test_a_frozen_server_holds_up_no_step_and_gets_all_once_it_thaws(
     running: Server, run_dir: RunDir, request: pytest.FixtureRequest
 ) -> None:
-    tracker = tracker_of(run_dir, running.uri, close_seconds=60)
+    tracker = tracker_of(run_dir, running.uri)
     log = MetricsLog(run_dir.metrics)
     tracker.start({}, {}, "model: base\n")
     train(log, range(1, 11))
