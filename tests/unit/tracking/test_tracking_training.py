@@ -98,7 +98,11 @@ def assert_every_step_once(uri: str, run_dir: RunDir) -> None:
     stored, written = curves_on_server(uri, run_id_of(run_dir)), curves_in_file(run_dir)
     assert stored.keys() == written.keys()
     for key, curve in stored.items():
-        assert [step for step, _, _ in curve] == [step for step, _, _ in written[key]]
+        steps = [step for step, _, _ in curve]
+        if key.startswith("system/"):  # measured by the clock: at other steps where training goes over them again
+            assert steps == sorted(set(steps))
+        else:
+            assert steps == [step for step, _, _ in written[key]]
     for key in ("train/loss", "train/learning_rate", "validation/loss"):
         assert [value for _, value, _ in stored[key]] == [value for _, value, _ in written[key]]
     client = MlflowClient(tracking_uri=uri)
