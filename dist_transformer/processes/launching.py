@@ -205,8 +205,9 @@ def _wait_for_all(ranks: list[Process], leave_together: bool) -> int:
         ranks[rank].wait()
         ended.put(rank)
 
-    for rank in range(len(ranks)):
-        threading.Thread(target=report_end, args=(rank,), daemon=True).start()
+    with holding_signals():  # in these threads for good: one that the kernel gave a signal to would not wake this one
+        for rank in range(len(ranks)):
+            threading.Thread(target=report_end, args=(rank,), daemon=True).start()
     codes: dict[int, int] = {}
     late: list[int] = []
     first_failure: int | None = None

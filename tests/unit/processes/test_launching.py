@@ -234,6 +234,28 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == [arrives, arrives]
 
 
+def test_only_the_main_thread_of_the_launcher_takes_signals(tmp_path: Path) -> None:
+    """One that another thread took would wake the main thread no sooner than a rank ends: it was lost where all stood."""
+    body = f"""
+        from pathlib import Path
+        def is_blocked(task):
+            status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            return bool(int(status["SigBlk"], 16) >> (signal.SIGUSR1 - 1) & 1)
+        tasks, main = Path(f"/proc/{{os.getppid()}}/task"), str(os.getppid())
+        while rank == 0 and (len([*tasks.iterdir()]) < 3 or is_blocked(tasks / main)):
+            time.sleep(0.01)
+        if rank == 0:
+            found = [is_blocked(task) for task in tasks.iterdir() if task.name != main]
+            Path({str(tmp_path / "new")!r}).write_text(json.dumps(found))
+            os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "found")!r})
+        while not os.path.exists({str(tmp_path / "found")!r}):
+            time.sleep(0.01)
+        """
+    launch = f"from dist_transformer.processes.launching import *\nstart_local_ranks([], 2, program={_program(body)!r})"
+    subprocess.run([sys.executable, "-c", launch], timeout=300, check=True)
+    assert json.loads((tmp_path / "found").read_text()) == [True, True]
+
+
 def test_a_signal_that_comes_while_a_rank_is_started_reaches_it_too_and_the_others_once(tmp_path: Path) -> None:
     """The launcher does not have it in its hands yet."""
     rank = HEAD + textwrap.dedent(f"""
