@@ -7,6 +7,7 @@ exit_code = fork_local_ranks(train, num_ranks=2)                   # the ranks s
 import gc
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import BinaryIO
 
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError, say
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, MachineError, UserError, say
 from dist_transformer.processes.children import Forked, Process, Signals, forwarding_signals, holding_signals, kill
 from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE, signal_at_the_end_of
 
@@ -244,7 +245,11 @@ def _named_failure(who: str, code: int) -> int:
 
 
 def free_port() -> int:
-    """Returns a TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a TCP port of this machine that nobody listens on; the kernel gives those above to others before it is used."""
+    for port in (*random.SystemRandom().sample(range(10_000, 30_000), 100), 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise MachineError(
+        "127.0.0.1: no port can be had there, for the ranks of this machine to meet; is the interface lo up?"
+    )

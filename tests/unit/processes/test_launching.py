@@ -21,6 +21,7 @@ from dist_transformer.package_data import share_folder
 from dist_transformer.processes import launching
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.processes.launching import (
+    free_port,
     importing,
     num_ranks_given,
     rank_environment,
@@ -38,6 +39,11 @@ def _program(body: str) -> list[str]:
 def _run(body: str, num_ranks: int = 3, arguments: list[str] | None = None, grace_seconds: float = 30.0) -> int:
     with patch.object(launching, "GRACE_SECONDS", grace_seconds):
         return start_local_ranks(arguments or [], num_ranks, program=_program(body))
+
+
+def test_a_port_for_later_is_none_that_the_kernel_gives_away_meanwhile() -> None:
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert {free_port() < first_of_kernel for _ in range(20)} == {True}
 
 
 def test_each_rank_finds_its_place_and_the_arguments(tmp_path: Path) -> None:
