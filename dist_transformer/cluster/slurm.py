@@ -22,7 +22,7 @@ _UP = r"(idle|alloc|mix|comp|resv|plnd)[^*]*"
 
 _OF_A_USER = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT)|SBATCH_(ACCOUNT|CONSTRAINT|PARTITION|QOS|RESERVATION|WCKEY)")
 """Variables that say where Slurm is and who asks, and defaults of options that submit does not set itself."""
-_OF_A_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
+_OF_A_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_|DIST_TRANSFORMER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
 
 REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
 _REFUSALS = {
