@@ -323,11 +323,32 @@ def test_preparing_does_not_requeue_what_slurm_has_requeued_or_a_person_cancelle
     assert "could not be requeued" not in done.stdout
 
 
-def test_preparing_waits_for_a_disk_that_is_away(tmp_path: Path) -> None:
-    code = tmp_path / "code"
-    appears = f"[ $(grep -c sleep {tmp_path}/calls) -lt 2 ] || mkdir -p {code}"
-    done = _run_script(tmp_path, {"sleep": appears, "srun": "exit 0"}, code)
-    assert done.returncode == 0
+WAITS = ("prepare.sbatch", "train.sbatch", "translate.sbatch")
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("has_code", [True, False])
+def test_a_disk_that_is_away_is_waited_for_that_of_the_code_and_that_of_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_code: bool
+) -> None:
+    code, python = tmp_path / "code", tmp_path / "venv" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    python.parent.mkdir()
+    comes = [f"mkdir {code}", f"ln -s /bin/true {python}"]
+    subprocess.run(comes.pop(not has_code), shell=True, check=True)
+    sleep = f"[ $(grep -c sleep {tmp_path}/calls) -lt 2 ] || {comes[0]}"
+    done = _run_script(tmp_path, {"sleep": sleep, "srun": "exit 0"}, code, name=name)
+    assert (done.returncode, done.stderr) == (0, "")
     assert _calls(tmp_path, "sleep") == ["sleep 10"] * 2
-    assert f"waiting for {code}, which this node does not see" in done.stdout
-    assert len(_calls(tmp_path, "srun")) == 1
+    assert f"waiting until this node sees {code} and {python}" in done.stdout
+
+
+def test_preparing_in_an_image_does_not_wait_for_a_python_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    slurm = _slurm(container_image="i.sif", container_runtime="apptainer")
+    script = render_script("prepare.sbatch", slurm, tmp_path)
+    environment = {**_fake_srun(tmp_path, 0), "SLURM_RESTART_COUNT": "20"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "waiting" in done.stdout) == (0, False)
