@@ -268,10 +268,11 @@ class BatchJob:
             self._watch = node, subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)
 
     def _ask_slurm(self) -> dict[str, str] | None:
-        """Slurm's record of the job; None without an answer. Leaves if Slurm has started the job elsewhere, because this
-        node was cut off the network."""
+        """Slurm's record of the job, once that is not suspended; None without an answer. Leaves if Slurm has started the job
+        elsewhere, because this node was cut off the network."""
         try:
-            record = slurm.job_record(self._job)
+            while (record := slurm.job_record(self._job)).get("JobState") == "SUSPENDED":
+                time.sleep(RETRY_SECONDS)  # until this process is stopped: Slurm would hold what is requeued now
         except SlurmError as error:
             say(error)
             return None

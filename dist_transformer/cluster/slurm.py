@@ -22,7 +22,7 @@ _UP = r"(idle|alloc|mix|comp|resv|plnd)[^*]*"
 
 _OF_A_USER = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT)|SBATCH_(ACCOUNT|CONSTRAINT|PARTITION|QOS|RESERVATION|WCKEY)")
 """Variables that say where Slurm is and who asks, and defaults of options that submit does not set itself."""
-_OF_A_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_|DIST_TRANSFORMER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
+_OF_JOBS = re.compile(r"(SLURM|SRUN|SBATCH|MASTER|DIST_TRANSFORMER)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
 
 REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
 _REFUSALS = {
@@ -109,10 +109,11 @@ def job_record(job_id: str) -> dict[str, str]:
 
 
 def is_cancelled(record: Mapping[str, str]) -> bool:
-    """True if a person has ended the job: it neither runs, nor is at its limit, nor was pre-empted (PreemptMode=CANCEL)."""
+    """True if a person has ended the job: it neither runs nor is suspended, nor at its limit, nor was pre-empted (CANCEL)."""
     preempted, ended = record.get("PreemptTime", ""), record.get("EndTime", "")  # the first stays after a suspension
     is_preempted = preempted.isdecimal() and ended.isdecimal() and abs(int(ended) - int(preempted)) < 5
-    return record.get("JobState") != "RUNNING" and record.get("Reason") != "TimeLimit" and not is_preempted
+    is_there = record.get("JobState") in ("RUNNING", "SUSPENDED")
+    return not is_there and record.get("Reason") != "TimeLimit" and not is_preempted
 
 
 def waiting_reason(job_id: str) -> str:
@@ -221,7 +222,7 @@ def is_job_id(value: Any) -> bool:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables of a job, node or rank that `submit` runs in; the job would inherit them."""
-    return {n: v for n, v in environment.items() if _OF_A_USER.fullmatch(n) or not _OF_A_JOB.fullmatch(n)}
+    return {n: v for n, v in environment.items() if _OF_A_USER.fullmatch(n) or not _OF_JOBS.fullmatch(n)}
 
 
 def _fields(line: str) -> dict[str, str]:

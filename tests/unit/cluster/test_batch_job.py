@@ -295,6 +295,28 @@ def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restart
     assert len(slurm.steps()) == 1  # no ranks on a node that shuts down
 
 
+@pytest.mark.parametrize(("ends", "has_term"), [("exit 75", False), ("exit 143", True), (FAILS, False)])
+def test_a_job_that_is_being_suspended_is_not_cancelled_and_goes_on_once_it_is_resumed(
+    slurm: Slurm, ends: str, has_term: bool
+) -> None:
+    suspended, runs = RECORD.replace("RUNNING", "SUSPENDED"), slurm.folder / "job"
+    counts = f"[ $(grep -c 'show job' {slurm.folder}/calls) -gt 4 ] && echo '{RECORD}' > {runs}"
+    slurm.programs["scontrol"] = f'case "$*" in *"show job"*) {counts} ;; esac; {slurm.programs["scontrol"]}'
+    runs.write_text(suspended)
+    process = slurm.start(f"touch $0.up; sleep 1.5; {ends}", "exit 0")
+    wait_for((slurm.folder / "step_1.up").exists)
+    if has_term:
+        process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=240)[0]
+    assert slurm.calls("show job") > 4
+    assert "was cancelled" not in said
+    if ends == FAILS:
+        assert slurm.ends() == [(1, "decide", False), (0, "decide", False)]
+    else:
+        assert slurm.ends() == [(143 if has_term else 75, "decide", True)]
+        assert slurm.calls("scontrol requeue 7") == 1
+
+
 def test_a_job_that_slurm_has_started_elsewhere_is_left_alone(slurm: Slurm) -> None:
     (slurm.folder / "job").write_text(RECORD.replace("Restarts=0", "Restarts=1"))
     code, said = slurm.run(FAILS)

@@ -335,7 +335,7 @@ def test_a_disk_that_is_away_is_waited_for_that_of_the_code_and_that_of_the_inte
     monkeypatch.setattr(sys, "executable", str(python))
     python.parent.mkdir()
     comes = [f"mkdir {code}", f"ln -s /bin/true {python}"]
-    subprocess.run(comes.pop(not has_code), shell=True, check=True)
+    subprocess.run(["bash", "-c", comes.pop(not has_code)], check=True)
     sleep = f"[ $(grep -c sleep {tmp_path}/calls) -lt 2 ] || {comes[0]}"
     done = _run_script(tmp_path, {"sleep": sleep, "srun": "exit 0"}, code, name=name)
     assert (done.returncode, done.stderr) == (0, "")

@@ -118,7 +118,13 @@ def test_time_after_a_run_has_finished_is_not_part_of_it_when_it_is_started_agai
 def test_steps_of_a_start_that_failed_are_lost_also_where_its_end_names_the_step_it_began_with(run_dir: RunDir) -> None:
     write(run_dir.history, start(1010, 5, 1000), end(1100, 5, "failed"), start(1110, 5, 1105), end(1150, 10, "failed"))
     write(run_dir.metrics, train(1145, 10, 30))
-    expected = {"steps": 30.0, "start": 15.0, "lost": 90.0, "queue": 5.0, "other": 10.0}  # no start computes the last again
+    expected = {
+        "steps": 30.0,
+        "start": 15.0,
+        "lost": 90.0,
+        "queue": 5.0,
+        "other": 10.0,
+    }  # no start computes the last again
     assert nonzero(goodput(run_dir, 5000).seconds) == expected
 
 
