@@ -72,7 +72,7 @@ class BatchJob:
         self._nodes = slurm.host_names(os.environ["SLURM_JOB_NODELIST"])
         self._num_ranks = int(os.environ.get("SLURM_NTASKS") or len(self._nodes))  # default: one per node
         self._wanted = max(1, len(self._nodes) - settings.spare_nodes)
-        self._steps = 0
+        self._steps, self._stopped = 0, 0.0
         self._failed_on: list[str] = []
         self._child: subprocess.Popen[bytes] | None = None
         self._watch: tuple[str, subprocess.Popen[bytes]] | None = None
@@ -90,7 +90,7 @@ class BatchJob:
         while not self._is_signalled():
             exit_code, failed_on = self._train(nodes)
             self._say(f"exit code {exit_code}" + (f", first on {failed_on}" if failed_on else ""))
-            self._failed_on.append(failed_on)
+            self._failed_on.append("" if self._stopped >= requeue.SUSPENDED_SECONDS else failed_on)
             nodes = self._finish(exit_code, "decide", nodes)
         self._finish(EXIT_REQUEUE, "decide", [])  # signalled meanwhile: there is nothing to save
         raise AssertionError("without nodes of ranks that failed the job ends")
@@ -147,6 +147,7 @@ class BatchJob:
 
     def _wait_for(self, command: Sequence[str], environment: dict[str, str], is_lost: Callable[[], bool]) -> int:
         """Runs a command and returns its exit code as a shell does; kills it once `is_lost`, asked often, says so."""
+        turn = time.monotonic()
         try:
             self._child = child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         except OSError as error:  # no memory or process left
@@ -163,6 +164,7 @@ class BatchJob:
                     child.wait(KILL_SECONDS)
                 child.kill()
             time.sleep(0.1)
+            self._stopped, turn = max(self._stopped, time.monotonic() - turn), time.monotonic()
         self._child = None
         self._look_at_term()
         return code if code >= 0 else 128 - code
@@ -203,7 +205,7 @@ class BatchJob:
         name = f"first_exit_{self._job}-{self._attempt}" + (f".{self._steps}" if self._steps else "")
         first_exit = self._run_dir.slurm / name
         environment["DIST_TRANSFORMER_FIRST_EXIT"] = str(first_exit)
-        is_whole, num_ranks, size = len(nodes) == len(self._nodes), self._num_ranks, []
+        is_whole, num_ranks, size, self._stopped = len(nodes) == len(self._nodes), self._num_ranks, [], 0.0
         if not is_whole:
             per_node = self._num_ranks // len(self._nodes)
             num_ranks = per_node * len(nodes)
@@ -294,7 +296,7 @@ class BatchJob:
                 left = self._next_nodes(record, before)
             try:
                 noted: How = "barred" if record and record.get("Requeue") == "0" else how
-                decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, noted, left)
+                decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, noted, left, self._stopped)
             except (MachineError, OSError) as error:
                 say(error)
                 self._say(f"{self._run_dir.path}: cannot be asked whether to requeue; trying again")

@@ -24,6 +24,9 @@ from dist_transformer.run.records import read_record
 How = Literal["decide", "barred", "cancelled", "ended", "preflight"]
 """Who ended an attempt: `decide`, `barred` (no requeues): its ranks; `cancelled`: a person; `ended`: Slurm; `preflight`."""
 
+SUSPENDED_SECONDS = 30.0
+"""Stop of the batch script from which on its ranks were suspended with it, and have not failed by themselves."""
+
 
 @dataclass(frozen=True)
 class NextNodes:
@@ -118,12 +121,15 @@ def next_nodes(
     return None if 2 * len(nodes) < wanted else NextNodes(nodes, bool(left_out), " and ".join(words))
 
 
-def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes | None = None) -> Decision:
+def decide(
+    run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes | None = None, stopped_seconds: float = 0.0
+) -> Decision:
     """Decides after an attempt with this exit code.
 
     Args:
         left: nodes on which ranks may start again. They do if there was a new checkpoint since the last restart, or if
             they are other nodes than before; else the job is requeued, and may get others.
+        stopped_seconds: longest stop of the job meanwhile: a suspension does not count as a restart without a checkpoint.
     """
     if exit_code in (EXIT_DONE, EXIT_USER_ERROR):
         return Decision("stop", "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
@@ -134,18 +140,24 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
     before = read_record(run_dir.restarts)
     if before and before.get("newest_checkpoint") == newest:
         without_progress = before.get("without_progress", 0)
-    if without_progress >= max_restarts:
+    was_suspended = stopped_seconds >= SUSPENDED_SECONDS
+    if without_progress >= max_restarts and not was_suspended:
         return Decision("stop", f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
-    count = {"newest_checkpoint": newest, "without_progress": without_progress + 1}
+    count = {"newest_checkpoint": newest, "without_progress": without_progress + (not was_suspended)}
     start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
-    start += f"; restart {without_progress + 1} of {max_restarts} without a new one" if without_progress else ""
+    if was_suspended:
+        start += f"; the job was suspended for {stopped_seconds:.0f} s"
+    elif without_progress:
+        start += f"; restart {without_progress + 1} of {max_restarts} without a new one"
     if left is None or (without_progress and not left.are_others):
         return Decision("requeue", start, count)
     without = f" ({left.words})" if left.words else ""
     return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}", count)
 
 
-def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None) -> Decision:
+def end(
+    run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None, stopped: float = 0
+) -> Decision:
     """Decides after an attempt, records the decision, and counts the attempt if another follows. Arguments: see
     `decide`. Raises MachineError: the run folder is not visible; none is created in place of a disk that is not
     mounted."""
@@ -156,7 +168,7 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left:
         "ended": Decision("stop", "ended by Slurm, which decides what follows"),
         "preflight": Decision("requeue", "away from nodes that the preflight found bad"),
     }
-    decision = of_others.get(how) or decide(run_dir, exit_code, _max_restarts(run_dir), left)
+    decision = of_others.get(how) or decide(run_dir, exit_code, _max_restarts(run_dir), left, stopped)
     if decision.then == "requeue" and how == "barred":
         again = f"`dist-transformer resume {run_dir.quoted}`, and ask your administrators"
         decision = Decision("stop", f"requeues are disabled for this job: {again}")

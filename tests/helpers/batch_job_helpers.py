@@ -59,6 +59,7 @@ class Slurm:
         self.programs = {"scontrol": SCONTROL.format(nodes="n1 n2", folder=folder), "srun": SRUN.format(folder=folder),
                          "squeue": "cat {folder}/reason", "sinfo": ""}  # fmt: skip
         self.variables: dict[str, str] = {}  # more of the batch script's
+        self.waits = {"batch_job.RETRY_SECONDS": 0.1, "batch_job.WATCH_SECONDS": 0.1, "silent_nodes.SILENT_SECONDS": 1}
         self.answers("n1", "n2")
         (folder / "job").write_text(RECORD)
 
@@ -86,8 +87,7 @@ class Slurm:
             path.chmod(0o755)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
-        waits = {"batch_job.RETRY_SECONDS": 0.1, "batch_job.WATCH_SECONDS": 0.1, "silent_nodes.SILENT_SECONDS": 1}
-        constants = with_constants({f"cluster.{name}": seconds for name, seconds in waits.items()})
+        constants = with_constants({f"cluster.{name}": seconds for name, seconds in self.waits.items()})
         if python != Path(sys.executable):
             constants["PYTHONPATH"] += os.pathsep + os.pathsep.join(site.getsitepackages())
         main = "import sys; from dist_transformer.cluster.batch_job import main; sys.exit(main(sys.argv[1:]))"

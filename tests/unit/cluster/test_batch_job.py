@@ -13,6 +13,7 @@ from batch_job_helpers import RECORD, SilentPort, Slurm, wait_for
 
 from dist_transformer.cluster import silent_nodes
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.files import read_json
 
 FAILS = 'echo "1 n2" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137'
 
@@ -163,6 +164,20 @@ def test_a_node_that_outlived_another_is_not_suspected(slurm: Slurm) -> None:
     assert "ranks start again on n1 (n2 gives no answer)" in said
     assert "failed on n1 twice" not in said
     assert (code, slurm.ends()) == (1, [(1, "decide", False), (1, "decide", True)])
+
+
+def test_ranks_that_a_suspension_has_cost_a_collective_start_again_without_a_count_and_blame_no_node(
+    slurm: Slurm,
+) -> None:
+    slurm.waits["requeue.SUSPENDED_SECONDS"] = 1
+    suspended = f"kill -STOP $PPID; sleep 1.5; kill -CONT $PPID; sleep 0.3; {FAILS}"
+    code, said = slurm.run(suspended, suspended, "exit 0")
+    assert (code, len(slurm.steps())) == (0, 3)
+    assert (
+        said.count("ranks start again on n1, n2: begins again, as there is no checkpoint yet; the job was suspended")
+        == 2
+    )
+    assert read_json(slurm.run_dir.restarts)["without_progress"] == 0
 
 
 def test_a_spare_node_takes_the_place_of_one_that_gives_no_answer(slurm: Slurm) -> None:

@@ -67,6 +67,18 @@ def test_a_new_checkpoint_begins_a_new_count(run_dir: RunDir) -> None:
         assert decide(run_dir, 1, max_restarts=2).then != "requeue"
 
 
+def test_a_suspension_uses_up_no_restart_but_gives_none_back(run_dir: RunDir) -> None:
+    stops = (0.0, 29.0, 31.0, 3600.0, 0.0, 31.0, 0.0)
+    decisions = []
+    for stopped in stops:
+        decisions.append(requeue.decide(run_dir, 1, 3, None, stopped))
+        if decisions[-1].count is not None:
+            write_json(run_dir.restarts, decisions[-1].count)
+    assert [each.then for each in decisions] == ["requeue"] * 6 + ["stop"]
+    assert decisions[3].reason == "begins again, as there is no checkpoint yet; the job was suspended for 3600 s"
+    assert decisions[4].reason.endswith("restart 3 of 3 without a new one")
+
+
 def test_an_unfinished_checkpoint_is_no_progress(run_dir: RunDir) -> None:
     _checkpoint(run_dir, "step_00000010")
     assert decide(run_dir, 1, max_restarts=1).then == "requeue"
