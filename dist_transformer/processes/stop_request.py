@@ -33,6 +33,8 @@ LAUNCHER_VARIABLE = "DIST_TRANSFORMER_LAUNCHER"
 """Pid of the process that started this one as one of its ranks, and forwards its signals."""
 REPEAT_SECONDS = (0.5, 10.0)
 """The shortest and the longest time between two signals that end the process."""
+STOPPED_SECONDS = 5.0
+"""Excess of a pause from which on the whole process was stopped meanwhile, as by `scontrol suspend`."""
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives at the end of its parent."""
 

@@ -7,9 +7,7 @@ import time
 
 from dist_transformer.distributed.group import Ranks, exit_code_of_victim
 from dist_transformer.errors import EXIT_HANG, say
-
-STOPPED_SECONDS = 5.0
-"""Excess of a pause of the watch from which on the whole process was stopped, as by `scontrol suspend`."""
+from dist_transformer.processes.stop_request import STOPPED_SECONDS
 
 
 class Watchdog:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dist_transformer.data.loader import workers
 from dist_transformer.data.loader.window import BatchShape, Window
 from dist_transformer.data.loader.window_request import WindowKey, WindowRequest
 from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
@@ -43,6 +45,13 @@ class FaultyBuilder:
 
     def wait_for_a_dead_disk(self) -> None:
         threading.Event().wait()
+
+    def stop_the_trainer(self) -> None:
+        trainer = int(os.environ["TRAINER"])
+        time.sleep(0.5)  # until it waits for this window
+        os.kill(trainer, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(trainer, signal.SIGCONT)
 
     def divide_by_zero(self) -> None:
         self.bad_window // 0
@@ -79,3 +88,13 @@ def hang_in_window_one() -> None:
     print("the loader process ended with", process._process.exitcode)
     sys.stdout.flush()
     os._exit(0)  # as `train` does: the process that hangs must not hold up the end
+
+
+def be_stopped_in_window_one() -> None:
+    """A program of its own: waits at most 2 s for a window, and is stopped meanwhile for longer, as by a suspension."""
+    os.environ["TRAINER"] = str(os.getpid())
+    settings = SimpleNamespace(num_workers=1, stall_seconds=60)
+    windows = stream(FaultyBuilder(1, "stop_the_trainer"), settings=settings)
+    windows.take(request(0))
+    settings.stall_seconds, workers.STOPPED_SECONDS = 2, 0.5
+    print(windows.take(request(1)).row_ids[0])

@@ -24,7 +24,7 @@ from multiprocessing.util import Finalize
 from dist_transformer.data.loader.window import Window, WindowBuilder
 from dist_transformer.data.loader.window_request import WindowRequest
 from dist_transformer.errors import MachineError, UserError
-from dist_transformer.processes.stop_request import end_with_parent, ignore_stop_signals
+from dist_transformer.processes.stop_request import STOPPED_SECONDS, end_with_parent, ignore_stop_signals
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Signal on which a loader process prints its stacks."""
@@ -91,19 +91,22 @@ class WindowStream:
         if not self._processes or request in self._here:
             self._here.discard(request)
             return self._builder.build(request)
-        deadline = time.monotonic() + self._settings.stall_seconds
+        seconds = self._settings.stall_seconds
         while request not in self._early:
-            self._receive(request, deadline)
+            seconds = self._receive(request, seconds)
         window = self._early.pop(request)
         if isinstance(window, UserError):
             raise window
         return window
 
-    def _receive(self, awaited: WindowRequest, deadline: float) -> None:
-        process = self._asked.popleft()
+    def _receive(self, awaited: WindowRequest, seconds: float) -> float:
+        """Receives a window within these seconds, and returns the rest of them. The time of a suspension does not count."""
+        process, pause, now = self._asked[0], min(1.0, seconds), time.monotonic()
         try:
-            request, window = process.next_built(deadline - time.monotonic())
+            request, window = process.next_built(pause)
         except queue.Empty:
+            if (seconds := seconds - pause * (time.monotonic() - now - pause < STOPPED_SECONDS)) > 0:
+                return seconds
             _print_stacks(self._processes)
             _kill(self._processes)  # one that was stopped would outlive this process, and its server with it
             raise MachineError(
@@ -111,10 +114,12 @@ class WindowStream:
                 f"{awaited.key}): the disk or the loader process hangs; where its threads stand is printed above. Look at "
                 "the filesystem of the data, or raise training.hang_seconds"
             ) from None
+        self._asked.popleft()
         if self._stale:
             self._stale -= 1
         else:
             self._early[request] = window
+        return seconds
 
 
 class _LoaderProcess:
@@ -141,7 +146,7 @@ class _LoaderProcess:
     def next_built(self, seconds: float) -> Built:
         """Returns its next result; queue.Empty if that does not arrive within these seconds. Raises MachineError: the
         process was killed."""
-        built = self._arrived.get(timeout=max(seconds, 0))
+        built = self._arrived.get(timeout=seconds)
         if built is None:
             raise self._ended()
         return built

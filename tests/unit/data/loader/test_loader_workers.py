@@ -70,16 +70,25 @@ def test_too_few_open_files_to_start_with_are_a_fault_of_the_machine_that_says_w
     assert take(windows, [1, 2]) == [1, 2]
 
 
-def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
-    program = "from faulty_builders import hang_in_window_one; hang_in_window_one()"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
+def program(name: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a function of faulty_builders.py as a program of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import faulty_builders; faulty_builders.{name}()"],
         cwd=Path(__file__).parents[3] / "helpers",
         capture_output=True,
         text=True,
         check=True,
         timeout=600,
     )
+
+
+def test_a_process_is_not_said_to_hang_after_the_whole_job_was_suspended():
+    done = program("be_stopped_in_window_one")
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
+    done = program("hang_in_window_one")
     assert (
         "no window within 1 s, half of training.hang_seconds (waiting for window 1 of lane 0 of epoch 0)" in done.stdout
     )
