@@ -1,5 +1,7 @@
 """stop, cancel, resume: control of a run from outside."""
 
+import os
+
 import typer
 
 from dist_transformer.cli.arguments import RUNS, Overrides, Root, RunOrJob
@@ -54,8 +56,10 @@ def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS
     if job is None or job.is_over:
         submit_run(target.run_dir.path, overrides or [])
         return
-    if job.state != "PENDING" or not is_held(job.reason):
+    was_moved = job.folder is not None and not os.path.isdir(job.folder)
+    if job.state != "PENDING" or not is_held(job.reason) or was_moved:
         why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""
+        why += f"; its script was in {job.folder}, and is gone" if was_moved else ""
         raise UserError(
             f"{target.run_dir.path}: its job {job.job_id} is not over, it is {job.state}{why}; wait for it, or `stop` it first"
         )

@@ -41,7 +41,8 @@ def find_run(text: str, root: Path) -> RunRef:
         found, known = _folder_by_comment(text), "Slurm knows no run folder of it"
     except SlurmError as error:
         found, known = None, f"Slurm could not be asked ({str(error).splitlines()[0].partition(';')[0]})"
-    found = found or _folder_by_files(text, root)
+    if found is None or not is_run_folder(found):  # moved, perhaps into `root`
+        found = _folder_by_files(text, root) or found
     if found is None:
         raise UserError(
             f"job {text}: {known}, and no run in {root}/ was submitted as this job; give the run "

@@ -12,6 +12,7 @@ from watched_run import beat, make_run
 
 from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cluster.checks import busy_problems
+from dist_transformer.cluster.reasons import waiting_in_words
 from dist_transformer.cluster.submit import note_job
 from dist_transformer.run.folder import RunDir
 
@@ -200,6 +201,28 @@ def test_resume_releases_a_held_job(slurm: FakeSlurm, run_dir: RunDir, submitted
     assert "released" in call("resume", run_dir.path).stdout
     assert slurm.arguments("scontrol") == ["release", "5"]
     assert submitted == []
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "BeginTime"])
+def test_a_job_whose_run_was_moved_is_not_released_but_said_to_have_lost_its_script(
+    slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]], reason: str
+) -> None:
+    gone = run_dir.path.parent / "before"
+    slurm.answers("squeue", job_line("5", "PENDING", reason, comment=f"dist-transformer:{gone}"))
+    for program in ("scontrol", "scancel"):
+        slurm.answers(program)
+    said = refusal("resume", run_dir.path)
+    assert (
+        f"its job 5 is not over, it is PENDING: {waiting_in_words(reason)}; its script was in {gone}, and is gone"
+        in said
+    )
+    assert "`stop` it first" in said
+    assert slurm.arguments("scontrol") == []
+    call("stop", run_dir.path)
+    assert slurm.arguments("scancel") == ["5"]
+    slurm.answers("squeue", job_line("5", "CANCELLED", comment=f"dist-transformer:{gone}"))
+    call("resume", run_dir.path)
+    assert submitted == [(run_dir.path, [])]
 
 
 def test_a_job_that_an_administrator_holds_is_refused_in_slurms_words(slurm: FakeSlurm, run_dir: RunDir) -> None:

@@ -107,10 +107,14 @@ def test_an_array_as_a_whole_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None
         find_run("5", tmp_path)
 
 
-def test_a_run_folder_that_was_moved_is_said(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_a_run_folder_that_was_moved_is_found_where_runs_are_or_is_said_to_be_gone(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING", comment="dist-transformer:/gone/away"))
     with pytest.raises(UserError, match="job 5: its run folder /gone/away is not there; was it moved or removed"):
         find_run("5", tmp_path)
+    run_dir = make_run(tmp_path / "moved", job_id="5")
+    assert find_run("5", tmp_path) == RunRef(run_dir, "5")
 
 
 @pytest.mark.parametrize("job_id", ["", None, "12;x", [5]])
