@@ -321,13 +321,11 @@ class BatchJob:
     def _who_ended_it(self) -> How:
         """A person who cancelled the job; Slurm, which has already counted the next attempt, as at pre-emption; or nobody:
         a job that still runs has lost its ranks to the shutdown of this node. Requeued like others, as is a pre-empted one."""
-        try:
+        with suppress(SlurmError):
             record = slurm.job_record(self._job)
-        except SlurmError:
-            return "ended"
-        if record.get("Restarts") != str(self._attempt):
-            return "ended"
-        return "cancelled" if slurm.is_cancelled(record) else "decide"
+            if record.get("Restarts") == str(self._attempt):
+                return "cancelled" if slurm.is_cancelled(record) else "decide"
+        return "ended"
 
     def _next_nodes(self, record: dict[str, str], before: Sequence[str]) -> NextNodes | None:
         if self._is_signalled() or record.get("JobState") != "RUNNING" or self._num_ranks % len(self._nodes):
@@ -363,11 +361,10 @@ class BatchJob:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 try:
                     slurm.requeue_job(self._job)
+                    break
                 except SlurmError as error:
                     say(error)
                     signal.signal(signal.SIGTERM, self._on_term)
-                else:
-                    break
             time.sleep(RETRY_SECONDS)
         else:
             self._leave(EXIT_FAILED, "could not be requeued; submit it again")

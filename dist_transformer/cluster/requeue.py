@@ -140,15 +140,13 @@ def decide(
     before = read_record(run_dir.restarts)
     if before and before.get("newest_checkpoint") == newest:
         without_progress = before.get("without_progress", 0)
-    was_suspended = stopped_seconds >= SUSPENDED_SECONDS
-    if without_progress >= max_restarts and not was_suspended:
+    suspended = f"; the job was suspended for {stopped_seconds:.0f} s" if stopped_seconds >= SUSPENDED_SECONDS else ""
+    if without_progress >= max_restarts and not suspended:
         return Decision("stop", f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
-    count = {"newest_checkpoint": newest, "without_progress": without_progress + (not was_suspended)}
+    restarts = without_progress + (not suspended)
+    count = {"newest_checkpoint": newest, "without_progress": restarts}
     start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
-    if was_suspended:
-        start += f"; the job was suspended for {stopped_seconds:.0f} s"
-    elif without_progress:
-        start += f"; restart {without_progress + 1} of {max_restarts} without a new one"
+    start += suspended + (f"; restart {restarts} of {max_restarts} without a new one" if without_progress else "")
     if left is None or (without_progress and not left.are_others):
         return Decision("requeue", start, count)
     without = f" ({left.words})" if left.words else ""

@@ -132,11 +132,10 @@ def exclude_nodes(job_id: str, nodes: str) -> None:
     """Replaces the nodes that a requeued job must not get. Slurm refuses that until it no longer runs: tried for 6 seconds,
     without an error."""
     for _ in range(20):
-        try:
+        with suppress(SlurmError):
             _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"])
             return
-        except SlurmError:
-            time.sleep(0.3)
+        time.sleep(0.3)
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -176,13 +175,12 @@ def similar_nodes(partition: str, node: str) -> list[str]:
 
 def num_similar_nodes(job_id: str, nodes: Sequence[str]) -> int:
     """Number of further nodes like those of this job that are up and not excluded yet; 0 without an answer."""
-    try:
+    with suppress(SlurmError):
         given = job_record(job_id).get("ExcNodeList", "(null)")
         excluded = [] if given == "(null)" else host_names(given)
         similar = similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), nodes[0])
-    except SlurmError:
-        return 0
-    return max(0, len({*similar} - {*excluded}) - len(nodes))
+        return max(0, len({*similar} - {*excluded}) - len(nodes))
+    return 0
 
 
 def host_names(node_list: str) -> list[str]:

@@ -124,11 +124,10 @@ def _starts(run_dir: RunDir, now: float) -> list[_Start]:
         earliest = starts[-1].ended if starts else 0.0
         trained = max(record["time"], earliest)
         began = min(max(record.get("began", trained), earliest), trained)
-        has_failed = not said or said.get("state") == "failed"  # whose step may be that of its beginning
-        has_died = following is not None and (has_failed or records[following]["step"] < said["step"])
+        state = said.get("state", "failed")  # the end of a start that failed may have the step of its beginning
+        has_died = following is not None and (state == "failed" or records[following]["step"] < said["step"])
         ended = max(trained, _last_sign(run_dir, now) if end is None else end)
-        has_finished = said.get("state") == "finished"
-        starts.append(_Start(began, trained, ended, int(record.get("num_ranks", 1)), has_died, has_finished))
+        starts.append(_Start(began, trained, ended, int(record.get("num_ranks", 1)), has_died, state == "finished"))
     return starts
 
 

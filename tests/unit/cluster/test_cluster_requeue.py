@@ -75,7 +75,10 @@ def test_a_suspension_uses_up_no_restart_but_gives_none_back(run_dir: RunDir) ->
         if decisions[-1].count is not None:
             write_json(run_dir.restarts, decisions[-1].count)
     assert [each.then for each in decisions] == ["requeue"] * 6 + ["stop"]
-    assert decisions[3].reason == "begins again, as there is no checkpoint yet; the job was suspended for 3600 s"
+    assert (
+        decisions[3].reason
+        == "begins again, as there is no checkpoint yet; the job was suspended for 3600 s; restart 2 of 3 without a new one"
+    )
     assert decisions[4].reason.endswith("restart 3 of 3 without a new one")
 
 
