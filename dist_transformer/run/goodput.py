@@ -31,7 +31,7 @@ CLASSES = {
     "start": "start: imports, corpus, checkpoint, dry run",
     "lost": "steps that were lost and computed again",
     "detection": "detection of failures",
-    "queue": "queue, and between starts",
+    "queue": "queue, between starts, and suspended",
     "other": "the rest: the end of a start, with its save, validation, averages and report",
 }
 """Each class with its words. Communication that nothing hides is part of the steps: `train --profile` shows it."""
@@ -153,6 +153,7 @@ def _count(record: Record, starts: Sequence[_Start]) -> None:
     start.spent["data_wait"] += waited
     start.spent["saves"] += record.get("save_seconds", 0.0)
     start.spent["validations"] += record.get("validation_seconds", 0.0)
+    start.spent["queue"] += record.get("stop_seconds", 0.0)
 
 
 def _move_overlaps(starts: Sequence[_Start]) -> None:

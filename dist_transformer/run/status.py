@@ -101,7 +101,8 @@ def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int
     """Estimates the time to the last step; the speed includes pauses, a single long one as ten usual intervals."""
     if len(records) < 2 or max_steps is None:
         return None
-    steps, gaps = records[0]["step"] - records[-1]["step"], sorted(a["time"] - b["time"] for a, b in pairwise(records))
+    steps = records[0]["step"] - records[-1]["step"]
+    gaps = sorted(a["time"] - b["time"] - a.get("stop_seconds", 0.0) for a, b in pairwise(records))
     gaps[-1] = min(gaps[-1], max(gaps[-2:][0], 10 * gaps[len(gaps) // 2]))
     return (max_steps - step) * sum(gaps) / steps if steps > 0 else None
 

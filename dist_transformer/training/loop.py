@@ -89,6 +89,7 @@ class Loop:
         max_epochs = self._config.training.max_epochs
         self._batches.prefetch(self._status())
         self._metrics.start_clock()
+        self._run.watchdog.stop_seconds = 0.0
         if self._validation.is_due:
             self._validation.make_up(state.step, self._validating)
         while not self._has_ended():
@@ -214,7 +215,8 @@ class Loop:
             ).agreed()
 
     def _log(self) -> None:
-        self._metrics.log(self.state, self._run.learning_rate(max(1, self.state.step)))
+        stopped, self._run.watchdog.stop_seconds = self._run.watchdog.stop_seconds, 0.0
+        self._metrics.log(self.state, self._run.learning_rate(max(1, self.state.step)), stopped)
 
     def _save(self) -> None:
         self._errors.compare(self.state.step)

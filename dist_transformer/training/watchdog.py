@@ -11,15 +11,14 @@ from dist_transformer.processes.stop_request import STOPPED_SECONDS
 
 
 class Watchdog:
-    """Ends this process if `progress` was not called for `hang_seconds`, but for those in which it was stopped. The message
-    names the last progress and the current or last collective: ranks that name different ones are out of step.
-    """
+    """Ends this process if `progress` was not called for `hang_seconds`, but for those in which it was stopped (their sum,
+    until a reader sets it to 0: `stop_seconds`). The message names the last progress and the current or last collective:
+    ranks that name different ones are out of step."""
 
     def __init__(self, hang_seconds: int, ranks: Ranks) -> None:
-        self._hang_seconds = hang_seconds
-        self._ranks = ranks
-        self._doing = "starting"
-        self._since = time.monotonic()
+        self._hang_seconds, self._ranks = hang_seconds, ranks
+        self.stop_seconds = 0.0
+        self._doing, self._since = "starting", time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -41,6 +40,7 @@ class Watchdog:
             before, now = now, time.monotonic()
             if (stopped := now - before - pause) > STOPPED_SECONDS:
                 self._since = min(now, self._since + stopped)
+                self.stop_seconds += stopped
             if (silent := now - self._since) > self._hang_seconds:
                 self._end(silent)
 

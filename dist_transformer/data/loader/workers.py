@@ -146,8 +146,7 @@ class _LoaderProcess:
     def next_built(self, seconds: float) -> Built:
         """Returns its next result; queue.Empty if that does not arrive within these seconds. Raises MachineError: the
         process was killed."""
-        built = self._arrived.get(timeout=seconds)
-        if built is None:
+        if (built := self._arrived.get(timeout=seconds)) is None:
             raise self._ended()
         return built
 

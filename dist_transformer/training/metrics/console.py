@@ -64,7 +64,7 @@ def interval_values(interval: Interval, seconds: float) -> dict[str, float | int
         "tokens_per_second": interval.target_tokens / seconds,
         "padding_share": 1 - (interval.source_tokens + interval.target_tokens) / interval.padded_tokens,
         "straggler_ratio": interval.straggler_sum / interval.batches,
-        "data_wait_share": interval.wait_seconds / seconds,
+        "data_wait_share": min(1.0, interval.wait_seconds / seconds),
         "save_seconds": interval.save_seconds,
         "validation_seconds": interval.validation_seconds,
         **{f"pairs/{name}": count for name, count in by_corpus.items()},

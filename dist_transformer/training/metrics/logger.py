@@ -101,11 +101,14 @@ class MetricsLogger:
         interval.dropped.update(batch.dropped)
         self._last = batch
 
-    def log(self, state: TrainState, learning_rate: float) -> None:
-        """Writes one line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
+    def log(self, state: TrainState, learning_rate: float, stop_seconds: float) -> None:
+        """Writes one line in the log and one record in metrics.jsonl for the steps since the last (collective). The process
+        was stopped for `stop_seconds` since then."""
         interval, of_last = self._interval, self._of_last_batch()
         if not (of_last and interval.target_tokens) or state.step <= self._recorded_step:
             return
+        stop_seconds *= stop_seconds < interval.seconds  # else it was in a pause, which is excluded already
+        self.exclude(stop_seconds)
         losses = interval.losses.cpu()  # waits for the device
         since_system = self._system_seconds + interval.seconds if self._ranks.is_rank_zero else 0.0
         sums = self._ranks.all_reduce_sum(torch.cat([losses, losses.new_tensor([since_system])]))
@@ -122,6 +125,7 @@ class MetricsLogger:
             "total_target_tokens": state.total_target_tokens,
             "quarantined_row_groups": len(state.position.ever_quarantined),
             **interval_values(interval, seconds),
+            **({"stop_seconds": stop_seconds} if stop_seconds else {}),
             "mfu": self._mfu(interval, seconds),
         }
         if self._run_log:

@@ -76,6 +76,14 @@ def test_a_single_long_pause_does_not_count_as_the_speed(
     assert of(run_dir)["seconds_to_last_step"] == pytest.approx((1000 - 50) * seconds / 49)
 
 
+def test_suspensions_do_not_count_for_the_time_to_the_end(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    records = (trained(step, NOW - 2000 + 100 * step, stop_seconds=99.0) for step in range(1, 11))
+    add_lines(run_dir.metrics, *records)
+    beat(run_dir, NOW - 3, started=NOW - 8000)
+    assert of(run_dir)["seconds_to_last_step"] == pytest.approx(1000 - 40)  # run.json has step 40
+
+
 def test_a_run_that_does_not_go_on_has_no_time_to_the_end(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "PENDING", "BeginTime"))
     add_lines(run_dir.metrics, trained(10, NOW - 90), trained(20, NOW - 80))

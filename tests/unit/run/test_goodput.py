@@ -107,6 +107,12 @@ def test_a_start_that_stopped_in_order_lost_nothing_and_a_record_that_spans_two_
     assert nonzero(found.seconds) == {"steps": 55.0, "queue": 50.0, "other": 10.0}
 
 
+def test_the_time_of_a_suspension_is_that_of_the_queue(run_dir: RunDir) -> None:
+    write(run_dir.history, start(1010, 0, 1000), end(1200, 20, "finished"))
+    write(run_dir.metrics, {**train(1190, 20, 80), "stop_seconds": 100.0})
+    assert nonzero(goodput(run_dir, 5000).seconds) == {"steps": 80.0, "start": 10.0, "queue": 100.0, "other": 10.0}
+
+
 def test_time_after_a_run_has_finished_is_not_part_of_it_when_it_is_started_again(run_dir: RunDir) -> None:
     finished = [start(1010, 0, 1000), end(1100, 20, "finished")]
     again = [start(90_010, 20, 90_000), end(90_020, 20, "finished")]

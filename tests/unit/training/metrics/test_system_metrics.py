@@ -224,14 +224,14 @@ class Asked:
         return self.found
 
 
-def logger_of(group: Group, sampler: Asked) -> MetricsLogger:
+def logger_of(group: Group, sampler: Asked, run_log: Any = None) -> MetricsLogger:
     engine = SimpleNamespace(gradient_norm=lambda: 1.0, loss_scale=lambda: 1.0)
     bar = SimpleNamespace(show=lambda *_: None)
-    parts: Any = (group, engine, sampler, None, 0, bar, lambda *_: 0.5)
+    parts: Any = (group, engine, sampler, run_log, 0, bar, lambda *_: 0.5)
     return MetricsLogger(*parts)
 
 
-def log_after(logger: MetricsLogger, step: int, seconds: float) -> None:
+def log_after(logger: MetricsLogger, step: int, seconds: float, stop_seconds: float = 0.0) -> None:
     """One step, and its log line after so many seconds of training."""
     sums = dict.fromkeys(("target_tokens", "source_tokens", "padded_tokens", "straggler_ratio"), 1)
     texts: Any = {"pairs_by_corpus": {}, "dropped": {}, "partition": SimpleNamespace(epoch=0), "digest": ""}
@@ -241,7 +241,18 @@ def log_after(logger: MetricsLogger, step: int, seconds: float) -> None:
     logger.exclude(-seconds)
     counts = {"step": step, "skipped_updates": 0, "total_target_tokens": step}
     progress: Any = SimpleNamespace(**counts, position=SimpleNamespace(ever_quarantined=()))
-    logger.log(progress, 0.1)
+    logger.log(progress, 0.1, stop_seconds)
+
+
+@pytest.mark.parametrize(("stop", "expected"), [(0.0, (100, None)), (90.0, (10, 90)), (3600.0, (100, None))])
+def test_a_suspension_counts_for_no_speed_but_one_in_a_pause_is_not_excluded_twice(
+    stop: float, expected: tuple[int, int | None]
+) -> None:
+    written: list[dict[str, Any]] = []
+    run_log = SimpleNamespace(metrics=SimpleNamespace(append=lambda _, step, values: written.append(values)))
+    log_after(logger_of(Group(is_rank_zero=True, other=[0.0, 0.0, 0.0]), Asked({}), run_log), 1, 100, stop)
+    [values] = written
+    assert (round(1 / values["tokens_per_second"]), values.get("stop_seconds")) == expected
 
 
 def test_the_first_rank_counts_training_seconds_between_records_and_begins_at_once() -> None:
