@@ -96,7 +96,8 @@ class LaneLoader:
         self._quarantined: list[Quarantined] = []
         # The first windows are built here: they are ready before the loader processes have started.
         here = {lane for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
-        self._windows = WindowStream(builder, {self._request(lane) for lane in here}, settings)
+        self._asked = {lane: _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without) for lane in here}
+        self._windows = WindowStream(builder, set(self._asked.values()), settings)
         self._read_ahead_from(batch, here)
         for lane in self._lanes.keys() - here:
             self._ask(lane)
@@ -154,7 +155,7 @@ class LaneLoader:
             self._lanes[lane] = (window + 1, self._plan.emitted_before(lane, window + 1))
 
     def _open(self, lane: int) -> None:
-        window = self._windows.take(self._request(lane))
+        window = self._windows.take(self._asked.pop(lane))
         self._progress()
         self._ask(lane)
         emitted = self._lanes[lane][1]
@@ -165,12 +166,10 @@ class LaneLoader:
             self._dropped.update(window.dropped)
             self._quarantined += window.quarantined
 
-    def _request(self, lane: int) -> WindowRequest:
-        return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
-
     def _restart(self, batch: int) -> None:
         """Discards the prefetched windows, and prefetches from the current positions of the lanes."""
         self._windows.restart()
+        self._asked = {}
         self._read_ahead_from(batch, set(self._current))
         for lane in self._lanes:
             self._ask(lane)
@@ -187,6 +186,7 @@ class LaneLoader:
     def _ask(self, lane: int) -> None:
         """Requests the lane's next window: one per lane is requested or ready, however unevenly lanes advance."""
         if (request := next(self._ahead[lane], None)) is not None:
+            self._asked[lane] = request
             self._windows.ask(request)
 
 

@@ -15,6 +15,7 @@ of lanes: windows that were begun are finished first, and all other rows return,
 every row is used once in each pass, and nothing here depends on ranks or loader processes.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -55,7 +56,11 @@ class Stream:
     @property
     def num_pending(self) -> int:
         """Number of rows of the pending pieces."""
-        return sum(last - first for _, first, last in self.pending)
+        return self._bounds[-1]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return _bounds_of(self.pending)
 
     def blocks(self, quota: int, rows_of_pass: int) -> list[Span]:
         """Splits the first `quota` rows at the start of each pass; all pending pieces are one block."""
@@ -64,7 +69,11 @@ class Stream:
 
     def cut(self, first: int, last: int, rows_of_pass: int) -> Iterator[Piece]:
         """Yields rows `first` to `last` (exclusive), counted from the front of the stream."""
-        return _clipped(self._pieces(last, rows_of_pass), first, last)
+        yield from _clipped(self.pending, self._bounds, first, last)
+        begin, end = max(first - self.num_pending, 0), last - self.num_pending
+        for number in range(begin // rows_of_pass, -(-end // rows_of_pass)):
+            start = number * rows_of_pass
+            yield self.next_pass + number, max(begin - start, 0), min(end - start, rows_of_pass)
 
     def after(self, quota: int, left: Sequence[Span], rows_of_pass: int) -> "Stream":
         """Returns the stream without its first `quota` rows, of which the spans `left` return to the front."""
@@ -72,12 +81,6 @@ class Stream:
         whole_passes = -(-max(quota - self.num_pending, 0) // rows_of_pass)
         pending += self.cut(quota, self.num_pending + whole_passes * rows_of_pass, rows_of_pass)
         return Stream(tuple(pending), self.next_pass + whole_passes)
-
-    def _pieces(self, rows: int, rows_of_pass: int) -> Iterator[Piece]:
-        yield from self.pending
-        missing = rows - self.num_pending
-        for number in range(-(-max(missing, 0) // rows_of_pass)):
-            yield self.next_pass + number, 0, rows_of_pass
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,8 @@ class PartitionPlan:
     def __init__(self, planner: Planner, partition: Partition) -> None:
         self._planner, self._partition, self._num_lanes = planner, partition, len(partition.open_windows)
         # In each step, of perhaps thousands of passes.
-        self._lane_pieces, self._lane_rows = cache(self._pieces_of), cache(self._rows_of)
+        self._lane_pieces = cache(self._pieces_of)
+        self._lane_bounds = cache(lambda *lane: _bounds_of(self._lane_pieces(*lane)))
 
     def num_windows(self, lane: int) -> int:
         return len(self._partition.open_windows[lane]) + self._num_own(lane)
@@ -242,23 +246,21 @@ class PartitionPlan:
     def _rest_spans(self, corpus: int, lane: int, own: int) -> Iterator[Span]:
         if own < self._num_own(lane):
             first, _ = self._window_rows(corpus, lane, own)
-            yield from self._spans_from(corpus, lane, first, self._lane_rows(corpus, lane))
+            yield from self._spans_from(corpus, lane, first, self._lane_bounds(corpus, lane)[-1])
 
     def _num_own(self, lane: int) -> int:
-        rows = sum(self._lane_rows(corpus, lane) for corpus in range(len(self._partition.quotas)))
+        rows = sum(self._lane_bounds(corpus, lane)[-1] for corpus in range(len(self._partition.quotas)))
         return -(-rows // self._planner.window_rows)
 
     def _window_rows(self, corpus: int, lane: int, own: int) -> Span:
         """Returns the rows of a window, counted from the lane's first row of the corpus."""
-        rows, count = self._lane_rows(corpus, lane), self._num_own(lane)
+        rows, count = self._lane_bounds(corpus, lane)[-1], self._num_own(lane)
         return rows * own // count, rows * (own + 1) // count
-
-    def _rows_of(self, corpus: int, lane: int) -> int:
-        return sum(last - first for _, first, last in self._lane_pieces(corpus, lane))
 
     def _spans_from(self, corpus: int, lane: int, first: int, last: int) -> Iterator[Span]:
         """Yields rows `first` to `last` of a lane in the corpus, as spans of its stream."""
-        return ((begin, end) for _, begin, end in _clipped(self._lane_pieces(corpus, lane), first, last))
+        pieces, bounds = self._lane_pieces(corpus, lane), self._lane_bounds(corpus, lane)
+        return ((begin, end) for _, begin, end in _clipped(pieces, bounds, first, last))
 
     def _pieces_of(self, corpus: int, lane: int) -> tuple[Piece, ...]:
         """Returns the lane's range of each block of the stream. Ranges rotate, so that no lane's is always longer."""
@@ -290,14 +292,17 @@ class _PassOrder:
             first, place = end, place + 1
 
 
-def _clipped(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
-    """Yields rows `first` to `last` (exclusive) of the pieces, counted from the front of the first one."""
-    begin = 0
-    for number, piece_first, piece_last in pieces:
-        end = begin + piece_last - piece_first
-        if end > first and begin < last:
-            yield number, piece_first + max(first - begin, 0), piece_first + min(last, end) - begin
-        begin = end
+def _bounds_of(pieces: Iterable[Piece]) -> list[int]:
+    """Returns the place of the first row of each piece, counted from the front of the first one, then their rows."""
+    return [*accumulate((last - first for _, first, last in pieces), initial=0)]
+
+
+def _clipped(pieces: Sequence[Piece], bounds: Sequence[int], first: int, last: int) -> Iterator[Piece]:
+    """Yields rows `first` to `last` (exclusive) of the pieces, which have these bounds; walks no other piece."""
+    for place in range(bisect_right(bounds, first) - 1, bisect_left(bounds, last, hi=len(pieces))):
+        number, begin, _ = pieces[place]
+        shift = begin - bounds[place]
+        yield number, shift + max(first, bounds[place]), shift + min(last, bounds[place + 1])
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

@@ -13,7 +13,7 @@ from planned_rows import lane_batches, row_ids
 from rows_builder import RowsBuilder
 
 from dist_transformer.data.loader.loader import LaneLoader
-from dist_transformer.data.loader.partition import Planner, Stage
+from dist_transformer.data.loader.partition import PartitionPlan, Planner, Stage
 from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowRequest
 from dist_transformer.data.loader.workers import LoaderSettings
@@ -234,20 +234,46 @@ def test_one_window_a_lane_is_read_ahead_however_unevenly_the_lanes_advance():
     assert stream.most == 2
 
 
+def test_a_window_is_planned_once(monkeypatch: pytest.MonkeyPatch):
+    """The trainer plans it, between two steps."""
+    planned, request = Counter(), PartitionPlan.request
+
+    def counted(plan: PartitionPlan, lane: int, window: int) -> WindowRequest:
+        planned[lane, window] += 1
+        return request(plan, lane, window)
+
+    monkeypatch.setattr(PartitionPlan, "request", counted)
+    planner = Planner(((7, 12, 3, 20, 9) * 3,), 4, 11, 5)
+    ranks = ranks_of(2, start(planner), 0, planner=planner)
+    for _ in range(10):
+        ranks.step()
+    assert len(planned) > 8
+    assert {*planned.values()} == {1}
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),
     st.data(),
 )
-def test_every_window_that_a_lane_opens_was_asked_for_however_few_rows_a_mixture_has(group_rows, data):
+def test_every_window_that_a_lane_opens_is_that_of_the_plan_and_was_asked_for_however_few_rows_a_mixture_has(
+    group_rows, data
+):
     weights = st.lists(st.integers(1, 9), min_size=len(group_rows), max_size=len(group_rows)).map(tuple)
     changes = data.draw(st.lists(st.integers(1, 20), max_size=2, unique=True).map(sorted))
     waits = st.tuples(st.integers(0, len(group_rows) - 1), st.integers(0, 30))
     stages = (Stage(0, data.draw(weights)), *(Stage(at, data.draw(weights), data.draw(waits)) for at in changes))
     num_lanes = data.draw(st.integers(1, sum(map(sum, group_rows))))
     planner = Planner(group_rows, num_lanes, data.draw(st.integers(1, 5)), 5, stages)
+    opened = LaneLoader._open
+
+    def checked(loader: LaneLoader, lane: int) -> None:
+        assert loader._asked[lane] == loader._plan.request(lane, loader.lane_positions()[lane][0])
+        opened(loader, lane)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dist_transformer.data.loader.loader.WindowStream", PromptStream)
+        patch.setattr(LaneLoader, "_open", checked)
         ranks = ranks_of(data.draw(st.integers(1, num_lanes)), start(planner), 0, planner=planner)
         for _ in range(30):
             ranks.step()

@@ -1,7 +1,9 @@
 """The plan as a property: every row once in each pass, whatever the lanes, the stops, the weights and the cuts."""
 
 import json
+import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
@@ -228,6 +230,49 @@ def test_a_stream_after_a_quota_is_the_stream_without_it(rows_of_pass, quotas):
         stream, gone = stream.after(quota, [], rows_of_pass), gone + quota
         front = [(n, row) for n, first, last in stream.cut(0, 40, rows_of_pass) for row in range(first, last)]
         assert front == whole[gone : gone + 40]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4), st.integers(1, 20), st.data())
+def test_rows_of_a_stream_are_those_of_a_plain_walk_over_its_pieces(pending, rows_of_pass, data):
+    """Also empty pieces, which streams of saved positions may have."""
+    stream = Stream(tuple((n, first, first + rows) for n, (first, rows) in enumerate(pending)), len(pending))
+    passes = [(stream.next_pass + n, 0, rows_of_pass) for n in range(100 // rows_of_pass + 1)]
+    first, last = sorted(data.draw(st.tuples(st.integers(0, 100), st.integers(0, 100))))
+    walked, begin = [], 0
+    for number, piece_first, piece_last in (*stream.pending, *passes):
+        end = begin + piece_last - piece_first
+        if end > first and begin < last:
+            walked.append((number, piece_first + max(first - begin, 0), piece_first + min(last, end) - begin))
+        begin = end
+    assert [*stream.cut(first, last, rows_of_pass)] == walked
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_window_after_thousands_of_passes_over_a_small_corpus_takes_no_more_work_than_the_rows_of_its_own(
+    is_saved: bool,
+):
+    """`is_saved`: the passes are pending pieces, as behind a change of weights."""
+    planner = Planner(((10,) * 6000, (5, 5)), 2, 400, 1, (Stage(0, shares_of([1, 1])),))
+    partition = planner.first_partition()
+    if is_saved:
+        partition = planner.repartition(partition, [(0, 1), (0, 1)], 0, 2)
+        assert len(partition.streams[1].pending) > 2900
+    plan = planner.plan(partition)
+    plan.request(1, 1)  # which counts the passes
+    for window in (1, plan.num_windows(0) - 2):
+        slices = plan.request(0, window).slices
+        assert calls_in(lambda window=window: plan.request(0, window)) < 40 * len(slices) < 4000
+
+
+def calls_in(act: Callable[[], object]) -> int:
+    """Number of calls, and of values that generators yield."""
+    events = Counter()
+    sys.setprofile(lambda _frame, event, _value: events.update([event]))
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return events["call"]
 
 
 def mixture(**settings) -> DataConfig:
