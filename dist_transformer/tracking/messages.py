@@ -40,6 +40,7 @@ _EVENTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 }
 """The channels of each event, and the values that it needs."""
 REPLACED = ("samples", "figures")  # they send a file as it is by then: of several that wait, the last is enough
+OVERRIDDEN = ("is_best", "kept")  # of checkpoints that wait, the last that says it is enough: it sets the tags of all
 STATUSES = ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
 
@@ -97,10 +98,12 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
 
     name, parameters = Path(event["path"]).name, {"path": event["path"], "step": str(event["step"])}
     points = _points("checkpoint", event["metrics"], event)
-    if event.get("is_best"):
+    is_best = bool(event.get("is_best"))
+    if is_best:
         run.set_tags({"best_checkpoint": name})  # MLflow's pages show no tags of a logged model
-    mlflow_models.log_reference(run, name, parameters, points)
-    mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
+    if event.keys() & OVERRIDDEN:  # first, as its reference may be refused: earlier ones have left the tags to it
+        mlflow_models.mark_checkpoints(run, name if is_best else None, event.get("kept"))
+    mlflow_models.log_reference(run, name, parameters, points, mlflow_models.CHECKPOINT, is_best)
 
 
 def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:

@@ -33,7 +33,7 @@ MOST_SECONDS_A_FILE = 120
 
 
 def log_reference(
-    run: TrackedRun, name: str, parameters: dict[str, str], points: Sequence[Point], kind: str = CHECKPOINT
+    run: TrackedRun, name: str, parameters: dict[str, str], points: Sequence[Point], kind: str, is_best: bool = False
 ) -> None:
     """Creates an external logged model once: one that is complete on the server is left unchanged.
 
@@ -43,7 +43,7 @@ def log_reference(
         query = f"name = '{name}' AND source_run_id = '{run.run_id}'"
         found = run.client.search_logged_models([run.experiment_id], filter_string=query)
         model = next((each for each in found if dict(each.params) == parameters), None)
-        model = model or _new_model(run, name, parameters, kind, {EXTERNAL_TAG: "true"})
+        model = model or _new_model(run, name, parameters, kind, EXTERNAL_TAG, *[BEST] * is_best)
         if model.status != "READY":
             run.log_all_points(points, model.model_id)
             run.client.finalize_logged_model(model.model_id, "READY")
@@ -102,11 +102,10 @@ def _log_and_register(run: TrackedRun, model: Model) -> None:
         _set_alias(run.client, model, version or _new_version(run, model, logged))
 
 
-def _new_model(
-    run: TrackedRun, name: str, parameters: dict[str, str], kind: str, tags: dict[str, str] | None = None
-) -> LoggedModel:
+def _new_model(run: TrackedRun, name: str, parameters: dict[str, str], kind: str, *tags: str) -> LoggedModel:
+    said = dict.fromkeys(tags, "true")
     return run.client.create_logged_model(
-        run.experiment_id, name=name, source_run_id=run.run_id, params=parameters, tags=tags, model_type=kind
+        run.experiment_id, name=name, source_run_id=run.run_id, params=parameters, tags=said, model_type=kind
     )
 
 

@@ -19,7 +19,7 @@ from dist_transformer.config.credentials import without_credentials, without_sec
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
 from dist_transformer.tracking.content import Point
-from dist_transformer.tracking.messages import REPLACED, goes_by, points_of, send_event
+from dist_transformer.tracking.messages import OVERRIDDEN, REPLACED, goes_by, points_of, send_event
 from dist_transformer.tracking.outbox import (
     CHANNELS,
     PROMPT_CHANNELS,
@@ -123,7 +123,7 @@ class Shipper:
             if channel != "words":
                 points += self._send_points(run)  # sent before the end of the run and before any upload
             try:
-                self._send_event(run, event, channel)
+                self._send_event(run, self._without_overridden(event, end), channel)
             except ServerTrouble:
                 self._send_points(run)  # an event that must wait does not delay the curves
                 raise
@@ -139,7 +139,7 @@ class Shipper:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
         for channel in CHANNELS:
             for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(channel)):
-                if not goes_by(event, channel) or self._is_replaced(event, end):
+                if not goes_by(event, channel) or (event["event"] in REPLACED and any(self._later(event, end))):
                     self._memory.advance(channel, end)
                 elif channel in channels:
                     return channel, event, end
@@ -147,10 +147,15 @@ class Shipper:
                     break
         return None
 
-    def _is_replaced(self, event: dict[str, Any], end: int) -> bool:
-        """True if a later event will send the same file."""
-        later = read_records_from(self._run_dir.tracking_events, end)
-        return event["event"] in REPLACED and any(each["event"] == event["event"] for each, _ in later)
+    def _later(self, event: dict[str, Any], end: int) -> Iterator[dict[str, Any]]:
+        """Yields the events of the same kind after byte `end` that lack none of its values."""
+        later = read_records_from(self._run_dir.tracking_events, end, (event["event"],))
+        return (each for each, _ in later if each.keys() >= event.keys())
+
+    def _without_overridden(self, event: dict[str, Any], end: int) -> dict[str, Any]:
+        """Returns an event without what a later one will say in its place."""
+        said = {key for key in OVERRIDDEN if not event.get(key) or any(each[key] for each in self._later(event, end))}
+        return {key: value for key, value in event.items() if key not in said}
 
     def _save(self) -> None:
         self._end_if_abandoned()

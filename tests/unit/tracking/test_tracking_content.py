@@ -4,7 +4,8 @@ import getpass
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import mlflow_models
 from dist_transformer.tracking.description import description
+from dist_transformer.tracking.mlflow_client import TrackedRun
+from dist_transformer.tracking.outbox import ServerRefused
 from dist_transformer.tracking.tracker import Tracker, sync
 
 UID = "id of this run"
@@ -200,6 +203,45 @@ def test_one_checkpoint_is_the_best_and_those_no_longer_kept_are_marked(
     deleted = {name for name, model in models.items() if model.tags.get("deleted") == "true"}
     assert deleted == {"step_00000010", "step_00000020"}
     assert all(model.model_type == "checkpoint" and model.status == "READY" for model in models.values())
+
+
+@pytest.mark.parametrize("last_one", ["sent", "damaged", "refused"])
+def test_of_checkpoints_that_wait_the_last_ones_set_the_tags_of_all(
+    stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, last_one: str
+) -> None:
+    """Each lists all models of the run. Lost is nothing, even if the last one never gets there."""
+    listed, models_of_run, log_reference = [], mlflow_models._models_of, mlflow_models.log_reference
+
+    def counted(run: TrackedRun) -> Iterator[LoggedModel]:
+        listed.append(run)
+        return models_of_run(run)
+
+    def refused(run: TrackedRun, name: str, *values: Any) -> None:
+        if (last_one, name) == ("refused", "step_00000060"):
+            raise ServerRefused("not this one")
+        log_reference(run, name, *values)
+
+    monkeypatch.setattr(mlflow_models, "_models_of", counted)
+    monkeypatch.setattr(mlflow_models, "log_reference", refused)
+    kept: list[str] = []
+    for step in range(10, 70, 10):
+        kept = [*kept, f"step_{step:08d}"][-2:]
+        said = {"path": kept[-1], "step": step, "metrics": {}, "is_best": step in (10, 20, 40), "kept": kept}
+        if (last_one, step) == ("damaged", 60):
+            del said["step"]
+        add_event(stored_run_dir.tracking_events, "checkpoint", said)
+    for _ in range(2):
+        with suppress(ServerRefused):  # for the first time
+            sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    run = client.get_run(run_id_of(stored_run_dir))
+    models = models_of(client, run)
+    steps = range(10, 70 if last_one == "sent" else 60, 10)
+    assert {*models} == {f"step_{step:08d}" for step in steps}
+    assert [name for name in models if "best" in models[name].tags] == ["step_00000040"]
+    assert run.data.tags["best_checkpoint"] == "step_00000040"
+    known = kept if last_one != "damaged" else ["step_00000040", "step_00000050"]
+    assert {name for name in models if "deleted" not in models[name].tags} == {*known} & {*models}
+    assert len(listed) == (3 if last_one == "refused" else 2)
 
 
 def test_a_checkpoint_that_was_deleted_and_written_again_is_no_longer_marked(
