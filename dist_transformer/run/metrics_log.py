@@ -11,9 +11,10 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +22,7 @@ from typing import Any, TextIO
 from dist_transformer.errors import say
 from dist_transformer.files import repeatedly, replacing
 from dist_transformer.run.records import records_of
-from dist_transformer.run.tail import end_of_last_line
+from dist_transformer.run.tail import end_of_last_line, lines_backwards
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +63,25 @@ class MetricsLog:
         except OSError as error:
             logger.warning("%s: %s; its records are kept in memory until the disk takes them", self.path, error)
 
-    def rewind(self, last: int, field: str = "step") -> None:
-        """Drops the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
+    def rewind(self, last: int, field: str = "step", *, in_place: bool = False) -> None:
+        """Drops the records beyond `last`: a run that resumes there writes them again, and none is there twice. Reads back
+        to the newest one that is not beyond: they are in order, but for `goodput`, which is that of an earlier step.
+        `in_place`: cuts a file that may be huge; readers of the others see by a new file that it was cut."""
         self.close()
-        if any(record.get(field, 0) > last for record in read_records(self.path)):
-            with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
-                kept.writelines(_encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
+        end = self.path.stat().st_size + 1
+        for line in lines_backwards(self.path, end - 1):
+            record = _decode(line) or {}
+            if record.get(field, last + 1) <= last and record["event"] != "goodput":
+                break
+            end -= len(line) + 1
+        if any(record.get(field, 0) > last for record, _ in read_records_from(self.path, end)):
+            kept = [_encode(record) for record, _ in read_records_from(self.path, end) if record.get(field, 0) <= last]
+            with nullcontext(self.path) if in_place else replacing(self.path) as changed:
+                if not in_place:
+                    shutil.copyfile(self.path, changed)
+                os.truncate(changed, end)
+                with changed.open("a", encoding="utf-8") as file:
+                    file.writelines(kept)
         self._end = self.path.stat().st_size
 
     def close(self) -> None:

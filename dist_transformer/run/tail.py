@@ -1,6 +1,7 @@
 """Reading of the end of a file that may be huge and still grows, in pieces."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 PIECE_BYTES = 1 << 16
@@ -14,35 +15,30 @@ def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None)
     Args:
         end: offset in bytes at which the reading begins; None: the end of the file.
     """
-    try:
-        with path.open("rb") as file:
-            position = file.seek(0, 2) if end is None else end
-            least = max(0, position - max_bytes)
-            rest = b""
-            while position > least:
-                size = min(PIECE_BYTES, position - least)
-                position -= size
-                file.seek(position)
-                rest, *lines = (file.read(size) + rest).split(b"\n")
-                yield from (line.decode(errors="replace") for line in reversed(lines))
-            if position == 0:
-                yield rest.decode(errors="replace")
-    except OSError:
-        return
+    with suppress(OSError):
+        end = path.stat().st_size if end is None else end
+        for line in lines_backwards(path, end, max(0, end - max_bytes)):
+            yield line.decode(errors="replace")
+
+
+def lines_backwards(path: Path, end: int, begin: int = 0) -> Iterator[bytes]:
+    """Yields as `last_lines` the lines between two offsets in bytes, with errors of the disk."""
+    with path.open("rb") as file:
+        rest = b""
+        while end > begin:
+            size = min(max(PIECE_BYTES, len(rest)), end - begin)  # a long line is not joined from many pieces
+            end -= size
+            file.seek(end)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+        if end == 0:
+            yield rest
 
 
 def end_of_last_line(path: Path) -> int:
     """Returns the offset in bytes after the last line break; the text after it is being written."""
-    with path.open("rb") as file:
-        position = file.seek(0, 2)
-        while position > 0:
-            start = max(0, position - PIECE_BYTES)
-            file.seek(start)
-            found = file.read(position - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            position = start
-    return 0
+    size = path.stat().st_size
+    return size - len(next(lines_backwards(path, size)))
 
 
 class GrowingFile:

@@ -62,7 +62,7 @@ class RunLog:
         self.metrics.rewind(state.step)
         self._samples.rewind(state.step)
         if self.audit is not None:
-            self.audit.rewind(state.batches, "batch")
+            self.audit.rewind(state.batches, "batch", in_place=True)
 
     def flush(self) -> None:
         """Brings the records onto the disk, so that a power loss does not take those before a checkpoint and leave it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer.run import metrics_log
 from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records, read_records_from
 
 
@@ -160,3 +161,33 @@ def test_a_rewind_by_another_field_keeps_what_has_the_same_step(tmp_path: Path) 
         log.append("batch", 2, {"batch": batch})
     log.rewind(2, "batch")
     assert [record["batch"] for record in read_records(log.path)] == [1, 2]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rewind_reads_only_the_end_of_a_file_and_cuts_it_in_place_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """An audit of days has tens of gigabytes; the readers of others see by a new file that it was cut."""
+    log = MetricsLog(tmp_path / "audit.jsonl")
+    for step in range(1, 301):
+        log.append("batch", step, {"text": "ä" * (step % 7)})
+    before, number, read = log.path.read_bytes(), log.path.stat().st_ino, []
+    monkeypatch.setattr(metrics_log, "_decode", lambda line: read.append(line) or json.loads(line or b"{}"))
+    log.rewind(300, in_place=in_place)
+    assert (log.path.read_bytes(), log.path.stat().st_ino) == (before, number)
+    log.rewind(296, in_place=in_place)
+    assert len(read) < 20
+    assert log.path.read_bytes() == b"".join(before.splitlines(keepends=True)[:296])
+    assert (log.path.stat().st_ino == number) == in_place
+
+
+def test_a_rewind_keeps_what_was_told_late_of_an_earlier_step_and_nothing_before_it_that_is_beyond(
+    tmp_path: Path,
+) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    written = [("train", 4), ("validation", 4), ("train", 6), ("goodput", 4), ("train", 8), ("goodput", 6)]
+    for event, step in written:
+        log.append(event, step, {})
+    log.rewind(5)
+    kept = [(record["event"], record["step"]) for record in read_records(log.path)]
+    assert kept == [("train", 4), ("validation", 4), ("goodput", 4)]
