@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_transformer.config.metrics import is_lower_better, measured_with
 from dist_transformer.config.schema import CheckpointConfig
-from dist_transformer.files import read_json_patiently
+from dist_transformer.files import patiently, read_json_patiently
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import delete, saved, step_of
 from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
@@ -31,9 +31,7 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
 
     Fewer if fewer have the metric. Only those that measured it with the settings of the newest one are compared.
     """
-    values = _measured_as_the_newest(paths, metric)
-    sign = 1 if is_lower_better(metric) else -1
-    return sorted(sorted(values, key=lambda path: (sign * values[path], step_of(path)))[:count], key=step_of)
+    return sorted(_measured_as_the_newest(paths, metric)[:count], key=step_of)
 
 
 def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
@@ -54,7 +52,7 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
     rest = [path for path in of_regular_steps if _is_due(path, "every_steps", settings.every_steps)]
     missing = settings.keep_best
     while missing > 0 and (measured := _measured_as_the_newest(rest, metric)):
-        kept |= {*best(rest, settings.keep_best, metric)}
+        kept |= {*measured[: settings.keep_best]}
         missing -= len(measured)
         rest = [path for path in rest if path not in measured]
     kept |= {path for path in paths if _is_due(path, "keep_every_steps", settings.keep_every_steps or 0)}
@@ -76,14 +74,17 @@ def _settings(path: Path) -> Any:
     return read_json_patiently(path / STATE)["settings"]["checkpoints"]
 
 
-def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> dict[Path, float]:
-    """Returns the values of a metric that were measured with the settings of the newest one that has it."""
-    known = {path: found for path in paths if (found := _validated(path, metric)) is not None}
+def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
+    """Returns those whose metric was measured with the settings of the newest one that has it, the best first."""
+    known = {p: found for p in paths if (found := _validated(p, metric, patiently(p, p.stat).st_mtime_ns))}
     kinds = [kind for _, kind in known.values() if kind is not None]
-    return {path: value for path, (value, kind) in known.items() if kind is None or kind == kinds[-1]}
+    sign = 1 if is_lower_better(metric) else -1
+    same = [path for path, (_, kind) in known.items() if kind is None or kind == kinds[-1]]
+    return sorted(same, key=lambda path: (sign * known[path][0], step_of(path)))
 
 
-def _validated(path: Path, metric: str) -> tuple[float, dict[str, Any] | None] | None:
+@cache  # of 3,000 they take a second; the time of the folder is another if measures were added, or its step saved again
+def _validated(path: Path, metric: str, _written_ns: int) -> tuple[float, dict[str, Any] | None] | None:
     """Returns the value, and the settings that it was measured with; settings are None if an older version wrote it."""
     try:
         measures, settings = validation_of(path)

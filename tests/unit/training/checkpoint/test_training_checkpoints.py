@@ -1,6 +1,7 @@
 """Checkpoints: the same state for every stage and number of ranks, and which of them are kept."""
 
 import math
+import os
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
+from dist_transformer.training.checkpoint.checkpoints import folder_name, step_of
 from dist_transformer.training.checkpoint.tensor_files import (
     StateFiles,
     Weights,
@@ -269,6 +271,23 @@ def test_measures_that_a_later_start_made_are_compared_as_made_with_its_settings
     assert validation_of(second) == ({"bleu": 4.0}, with_settings(0.1, beam=4))
     assert names(retention.best([first, second], 9, "bleu")) == [4]
     assert names(retention.best([first, second, third], 9, "bleu")) == [2, 6]
+
+
+def test_a_checkpoint_is_read_once_until_it_is_validated_later_or_its_step_is_saved_again(run_dir, monkeypatch):
+    """A run that keeps thousands would read all of them at each save, while all ranks wait."""
+    read = []
+    monkeypatch.setattr(retention, "validation_of", lambda path: read.append(step_of(path)) or validation_of(path))
+    for step, loss in ((2, 1.0), (4, 2.0), (6, None), (8, 3.0)):
+        a_run(run_dir, {step: loss})
+        os.utime(run_dir.checkpoints / folder_name(step), (0, 0))  # so that a later time is another
+        assert kept(run_dir, keep_last=9, keep_best=1) == list(range(2, step + 1, 2))
+    assert read == [2, 4, 6, 8]
+    add_validation(run_dir.checkpoints / folder_name(6), {"loss": 0.5}, with_settings(0.1))
+    assert names(retention.best(checkpoints.saved(run_dir), 1, "loss")) == [6]
+    checkpoints.set_aside_from(run_dir, 6)
+    a_run(run_dir, {6: 5.0, 8: 0.25})
+    assert names(retention.best(checkpoints.saved(run_dir), 2, "loss")) == [2, 8]
+    assert read == [2, 4, 6, 8, 6, 6, 8]
 
 
 def test_of_equal_losses_the_first_is_the_best(run_dir):
