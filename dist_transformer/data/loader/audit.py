@@ -54,9 +54,10 @@ class Audit:
     def usages(self) -> Iterator[str]:
         """Yields a line on the rows of each corpus that were used in each epoch; with weights, in the whole run."""
         for epoch in sorted(self._uses):
+            used = _rows_by_corpus(self._uses[epoch], len(self._names))
             when = "whole run" if self._has_weights else f"epoch {epoch}"
             for corpus, name in enumerate(self._names):
-                rows, counts = np.unique(_rows_of(corpus, self._uses[epoch]), return_counts=True)
+                rows, counts = np.unique(used[corpus], return_counts=True)
                 most = int(counts.max(initial=0))
                 times = "each once" if most == 1 else f"at most {most} times each"
                 yield f"{when}, {name}: {len(rows):,} of {len(self._rows[corpus]):,} rows, {times}"
@@ -64,9 +65,9 @@ class Audit:
     def problems(self, planner: Planner, position: Position) -> Iterator[str]:
         """Yields the differences from the plan at `position`, which the batches added so far must have led to."""
         cut = planner.repartition(position.partition, position.lanes, 0, len(position.lanes))
-        batches = [lane for lanes in self._uses.values() for lane in lanes]
+        rows = _rows_by_corpus([lane for lanes in self._uses.values() for lane in lanes], len(self._names))
         for corpus, name in enumerate(self._names):
-            used, kept = _rows_of(corpus, batches), self._rows[corpus]
+            used, kept = rows[corpus], self._rows[corpus]
             known = np.isin(used, kept)
             if not known.all() and UNREADABLE not in kept:
                 yield f"{name}: {np.count_nonzero(~known)} rows that the corpus does not have"
@@ -82,10 +83,11 @@ class Audit:
                 yield f"{name}: {lost} rows were used less often than was due"
 
 
-def _rows_of(corpus: int, batches: Iterable[Ints]) -> Ints:
-    rows = np.concatenate([np.empty(0, np.int64), *batches])
-    numbers: Ints = rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
-    return numbers
+def _rows_by_corpus(batches: Iterable[Ints], num_corpora: int) -> list[Ints]:
+    """Returns the numbers of the rows of each corpus, ascending."""
+    rows = np.sort(np.concatenate([np.empty(0, np.int64), *batches]))
+    parts = np.split(rows, np.searchsorted(rows, np.arange(num_corpora + 1) << CORPUS_SHIFT))[1:-1]
+    return [part & ((1 << CORPUS_SHIFT) - 1) for part in parts]
 
 
 def _places(kept: Ints, used: Ints) -> Ints:

@@ -59,6 +59,13 @@ def test_batches_as_they_were_planned_have_no_problem(audited):
     assert audited(lambda records: None) == []
 
 
+def test_the_rows_of_a_run_are_put_together_once_and_not_for_each_corpus(audited, monkeypatch):
+    joined, concatenate = [], np.concatenate
+    monkeypatch.setattr(np, "concatenate", lambda parts: joined.append(len(parts)) or concatenate(parts))
+    assert audited(lambda records: joined.clear()) == []
+    assert len([count for count in joined if count > 14]) == 1  # of batches, not of row groups
+
+
 def test_a_lost_row_is_found(audited):
     def lose(records: Records) -> None:
         records[0] = record(1, 0, {0: records[0]["rows"]["0"][1:], 1: records[0]["rows"]["1"]})
