@@ -59,10 +59,11 @@ def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS
     was_moved = job.folder is not None and not os.path.isdir(job.folder)
     if job.state != "PENDING" or not is_held(job.reason) or was_moved:
         why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""
-        why += f"; its script was in {job.folder}, and is gone" if was_moved else ""
-        raise UserError(
-            f"{target.run_dir.path}: its job {job.job_id} is not over, it is {job.state}{why}; wait for it, or `stop` it first"
-        )
+        what = "wait for it, or `stop` it first"
+        if was_moved:
+            why = f"; its script is in {job.folder}, which is not there as seen from this host"
+            what = "if the run was moved, `stop` it first"
+        raise UserError(f"{target.run_dir.path}: its job {job.job_id} is not over, it is {job.state}{why}; {what}")
     if overrides:
         raise UserError(
             f"job {job.job_id} is held and would be released as it is, without {' '.join(overrides)}; `cancel` it first"

@@ -147,7 +147,6 @@ class BatchJob:
 
     def _wait_for(self, command: Sequence[str], environment: dict[str, str], is_lost: Callable[[], bool]) -> int:
         """Runs a command and returns its exit code as a shell does; kills it once `is_lost`, asked often, says so."""
-        turn = time.monotonic()
         try:
             self._child = child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         except OSError as error:  # no memory or process left
@@ -163,8 +162,9 @@ class BatchJob:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(KILL_SECONDS)
                 child.kill()
+            turn = time.monotonic()  # of the sleep alone: Slurm and the disk may take their time to answer
             time.sleep(0.1)
-            self._stopped, turn = max(self._stopped, time.monotonic() - turn), time.monotonic()
+            self._stopped = max(self._stopped, time.monotonic() - turn)
         self._child = None
         self._look_at_term()
         return code if code >= 0 else 128 - code

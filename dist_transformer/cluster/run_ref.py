@@ -41,8 +41,11 @@ def find_run(text: str, root: Path) -> RunRef:
         found, known = _folder_by_comment(text), "Slurm knows no run folder of it"
     except SlurmError as error:
         found, known = None, f"Slurm could not be asked ({str(error).splitlines()[0].partition(';')[0]})"
-    if found is None or not is_run_folder(found):  # moved, perhaps into `root`
-        found = _folder_by_files(text, root) or found
+    moved = None if found and is_run_folder(found) else _folder_by_files(text, root)
+    if moved and (
+        found is None or moved.name == found.name
+    ):  # jobs of two clusters with one file system have the same ids
+        found = moved
     if found is None:
         raise UserError(
             f"job {text}: {known}, and no run in {root}/ was submitted as this job; give the run "

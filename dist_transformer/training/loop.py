@@ -221,12 +221,14 @@ class Loop:
     def _save(self) -> None:
         self._errors.compare(self.state.step)
         self._saver.save(self.state.step, self._checkpoint_state)
+        self._run.watchdog.stop_seconds = 0.0  # what fell into a pause is excluded with it
 
     def _validate(self) -> None:
         """Measures the validation corpora; a checkpoint of this step that is in flight gets the scores (collective)."""
         step = self.state.step
         self._validation.validate(step, self._validating)
         self._saver.complete(step, self._validation.state(step))
+        self._run.watchdog.stop_seconds = 0.0
 
     def _validating(self) -> None:
         self._run.watchdog.progress(f"validating after step {self.state.step}")

@@ -28,7 +28,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 _TRIED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(
     "out of memory|_STATUS_ALLOC_FAILED|failed to CUDA (host )?[cm]?alloc|can(no|')t allocate memory|bad_alloc"
-    "|could not (create a (primitive|memory object)|execute a primitive)",
+    "|could not (create a (primitive(?! desc)|memory object)|execute a primitive)",
     re.IGNORECASE,
 )
 """Messages of torch for CPUs, and of oneDNN, CUDA, cuBLAS, cuDNN and NCCL, which do not use torch's allocator."""

@@ -64,7 +64,7 @@ def free_port() -> int:
     It is below those that the kernel gives to whoever asks for any: one of these could be taken before. Each worker of
     pytest-xdist has ports of its own.
     """
-    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first_of_kernel = max(int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]), 20_000)
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     while True:
         port = first_of_kernel - 500 * worker - next(_PORTS) % 500 - 1

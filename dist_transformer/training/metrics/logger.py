@@ -107,7 +107,6 @@ class MetricsLogger:
         interval, of_last = self._interval, self._of_last_batch()
         if not (of_last and interval.target_tokens) or state.step <= self._recorded_step:
             return
-        stop_seconds *= stop_seconds < interval.seconds  # else it was in a pause, which is excluded already
         self.exclude(stop_seconds)
         losses = interval.losses.cpu()  # waits for the device
         since_system = self._system_seconds + interval.seconds if self._ranks.is_rank_zero else 0.0

@@ -113,7 +113,10 @@ def test_a_run_folder_that_was_moved_is_found_where_runs_are_or_is_said_to_be_go
     slurm.answers("squeue", job_line("5", "RUNNING", comment="dist-transformer:/gone/away"))
     with pytest.raises(UserError, match="job 5: its run folder /gone/away is not there; was it moved or removed"):
         find_run("5", tmp_path)
-    run_dir = make_run(tmp_path / "moved", job_id="5")
+    make_run(tmp_path / "of_another_cluster", job_id="5")  # which has the same file system, and counts alike
+    with pytest.raises(UserError, match="job 5: its run folder /gone/away is not there; was it moved or removed"):
+        find_run("5", tmp_path)
+    run_dir = make_run(tmp_path / "away", job_id="5")
     assert find_run("5", tmp_path) == RunRef(run_dir, "5")
 
 

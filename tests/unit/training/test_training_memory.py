@@ -146,6 +146,12 @@ BESIDE_TORCHS_ALLOCATOR = [
 """Messages as torch, NVIDIA's libraries and oneDNN write them when they find no memory for themselves."""
 
 
+def test_a_cpu_that_cannot_do_an_operation_is_not_short_of_memory():
+    said = "could not create a primitive descriptor for a matmul primitive. Run workload with environment variable"
+    with pytest.raises(RuntimeError, match="primitive descriptor"), explaining_out_of_memory("x", CPU):
+        raise RuntimeError(said)
+
+
 @pytest.mark.parametrize("error", BESIDE_TORCHS_ALLOCATOR, ids=lambda error: str(error).splitlines()[-1][:30])
 def test_libraries_that_are_out_of_memory_are_told_like_torchs_allocator(error):
     with pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"), explaining_out_of_memory("x", CPU):
