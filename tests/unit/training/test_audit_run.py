@@ -11,7 +11,6 @@ import pytest
 from lockstep import Ranks
 from rows_helpers import DataConfig, RowReader, changed_bytes, manifest_of, write_token_split
 
-from dist_transformer.data.loader.audit import Audit
 from dist_transformer.data.loader.partition import Planner, Stage
 from dist_transformer.data.loader.position import Position
 from dist_transformer.data.loader.window import WindowBuilder
@@ -19,6 +18,7 @@ from dist_transformer.data.loader.window_request import CORPUS_SHIFT, batch_dige
 from dist_transformer.data.sources import retries
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
+from dist_transformer.training.audit_run import Audit
 
 Records = list[dict[str, Any]]
 STAGES = {"one pass an epoch": (Stage(0, None),), "weights": (Stage(0, (2, 1)), Stage(6, (1, 2)))}
