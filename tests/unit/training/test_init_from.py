@@ -9,7 +9,8 @@ from dist_transformer.config.schema import ModelConfig
 from dist_transformer.decoding.loaded_model import model_folder_of
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_json
-from dist_transformer.interop.initial_weights import (
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.training.init_from import (
     FORM,
     MISSING,
     OTHER_FORM,
@@ -19,12 +20,11 @@ from dist_transformer.interop.initial_weights import (
     UNKNOWN,
     Origin,
     compare,
+    find,
     fit_text,
     form_of,
     load_initial_weights,
 )
-from dist_transformer.model.transformer import Transformer
-from dist_transformer.training.init_from import find
 
 HERE = Origin(2, ("a" * 64, "a" * 64))
 SMALL = dict(d_model=8, d_ff=12, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)
