@@ -1,16 +1,25 @@
-"""Output formats of translations: plain lines, n-best lists as in Moses and Marian, word alignment, JSON."""
+"""Output formats of translations: plain lines, n-best lists as in Moses and Marian, word alignment, JSON.
+
+Axes: L layers, H heads, S source pieces, T target pieces, both with the end of sentence last.
+"""
 
 import json
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import tee
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.engines import Search
 from dist_transformer.decoding.translate import Translation, translate_lines
-from dist_transformer.decoding.word_alignment import word_alignment
 from dist_transformer.model.search_interface import Engine
+from dist_transformer.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -58,11 +67,11 @@ def written(task: Task, search: Search, number: int, line: str, translations: Se
     if task.as_json:
         return _json(task, search, line, translations)
     if task.mbr or task.settings.n_best == 1:
-        return " ||| ".join([translations[0].text, *_links(task, search, line, translations[0])])
+        return " ||| ".join([translations[0].text, *_alignment(task, search, line, translations[0])])
     lines = []
     for each in translations:
         scores = [f"log_probability= {each.log_probability:.4f}", f"{each.score:.4f}"]
-        lines.append(" ||| ".join([str(number), each.text, *scores, *_links(task, search, line, each)]))
+        lines.append(" ||| ".join([str(number), each.text, *scores, *_alignment(task, search, line, each)]))
     return "\n".join(lines)
 
 
@@ -76,7 +85,7 @@ def most_alike(translations: Sequence[Translation]) -> Translation:
     return translations[sums.index(max(sums))]
 
 
-def _links(task: Task, search: Search, line: str, translation: Translation) -> list[str]:
+def _alignment(task: Task, search: Search, line: str, translation: Translation) -> list[str]:
     if not task.alignment:
         return []
     links = word_alignment(search.models[0], search.tokenizer, line, translation)
@@ -91,3 +100,50 @@ def _json(task: Task, search: Search, line: str, translations: Sequence[Translat
             record["alignment"] = word_alignment(search.models[0], search.tokenizer, line, translation)
         records.append(record)
     return json.dumps({"source": line, "translations": records}, ensure_ascii=False)
+
+
+@torch.no_grad()
+def cross_attention(model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation) -> Tensor:
+    """Cross-attention weights (L, H, T, S) of the decoder at each piece that it predicts; fp32, on the CPU. `line` is
+    not blank."""
+    (source,) = tokenizer.encode_source([line.strip()])
+    read = [tokenizer.bos_id, *translation.tokens]
+    device = model.output_weight.device
+    maps = model.attention_maps(torch.tensor([source], device=device), torch.tensor([read], device=device))
+    return torch.stack([weights_BHTS[0].float().cpu() for weights_BHTS in maps.cross])
+
+
+def word_alignment(
+    model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation
+) -> list[tuple[int, int]]:
+    """Pairs (word in `line`, word of the translation) for each word of the translation; words are separated by spaces
+    and counted from 0.
+
+    As the layer average of Garg et al. (2019), "Jointly Learning to Align and Translate": the mean of the cross-attention
+    over the heads of the last layer but one. The weights of a word's pieces are summed, and each target word is aligned
+    to the source word with the greatest sum.
+    """
+    if not translation.text.split() or not line.split():
+        return []
+    text = line.strip()
+    weights_LHTS = cross_attention(model, tokenizer, line, translation)
+    weights_TS = weights_LHTS[max(0, len(weights_LHTS) - 2)].mean(0)
+    source_words = words_of(text, tokenizer.source_spans(text)[:-1])
+    target_words = words_of(translation.text, tokenizer.target_spans(translation.tokens))
+    return links(weights_TS[:-1, :-1], source_words, target_words)
+
+
+def words_of(text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Number of the word of each piece of a text: the one at its first character that is no space."""
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    return [min(bisect_right(ends, begin), len(ends) - 1) for begin, _ in spans]
+
+
+def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs (source word, target word) for each target word that has a piece, in order."""
+    num_source, num_target = max(source_words) + 1, max(target_words) + 1
+    from_words = torch.zeros(len(weights_TS), num_source)
+    from_words.index_add_(1, torch.tensor(source_words), weights_TS)
+    of_words = torch.zeros(num_target, num_source).index_add_(0, torch.tensor(target_words), from_words)
+    chosen = of_words.argmax(1).tolist()
+    return [(chosen[word], word) for word in sorted(set(target_words))]

@@ -3,7 +3,7 @@
 As Chen et al. (2016), "Guided Alignment Training for Topic-Aware Neural Machine Translation", and Marian: the cross-entropy
 between an alignment and attention weights. The alignment is that of data/token_aligner.py, computed for each batch from
 the run's lexicon; the weights are the mean over the heads of the last decoder layer but one, from which `translate --alignment`
-reads words (decoding/word_alignment.py).
+reads words (`word_alignment` of decoding/translation_lines.py).
 
 Axes: B batch, S source, T target, H heads; K as in data/token_aligner.py.
 """

@@ -9,7 +9,7 @@ from word_tokenizer import WORDS, WordTokenizer
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.translate import Translation
-from dist_transformer.decoding.word_alignment import links, word_alignment, words_of
+from dist_transformer.decoding.translation_lines import links, word_alignment, words_of
 from dist_transformer.model.transformer import Transformer
 
 SENTENCES = ["The old man sees the house .", "a b c d e f g h", "It is nine o'clock now, my friend."] * 30
