@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cli.arguments import check_ranks, read_run
-from dist_transformer.cli.search_options import noting_tags, search_settings
+from dist_transformer.cli.arguments import check_ranks, noting_tags, read_run, search_settings
 from dist_transformer.config.loading import load_config as _load_config
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.schema import Config as Config

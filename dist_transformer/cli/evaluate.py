@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dist_transformer.cli import search_options as options
-from dist_transformer.cli.arguments import read_run
+from dist_transformer.cli import arguments as options
 from dist_transformer.config.data_schema import MODIFIERS, CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
@@ -192,7 +191,7 @@ def scored(
 
     [model] = folders_of(engine, [folder])
     information = load_exported(model)[0] if is_exported(model) else read_config(model)[1]
-    run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
+    run = options.read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
     text = _files_to_score(folder, source, references) if source is not None else _corpus_to_score(folder, split, run)
     language = text.language or language or information.target_language
     if run is not None and keep:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dist_transformer.cli import search_options as options
-from dist_transformer.cli.arguments import write_utf8
-from dist_transformer.cli.search_options import option_of_search
+from dist_transformer.cli import arguments as options
+from dist_transformer.cli.arguments import option_of_search
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
@@ -126,7 +125,7 @@ def _translate_stream(task: "Task") -> None:
     from dist_transformer.decoding.sharded_files import decoded_lines, numbered_lines
     from dist_transformer.decoding.translation_lines import translated
 
-    write_utf8()
+    options.write_utf8()
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
     lines = options.noting_tags(Path(task.models[0]), decoded_lines(sys.stdin.buffer, "standard input"))
