@@ -49,7 +49,7 @@ def plan_command(
 ) -> None:
     """Memory per GPU, step time and hours of a run on each number of nodes, and which settings fit."""
     from dist_transformer.planning.plan import plan_row
-    from dist_transformer.planning.tables import as_values, print_plan
+    from dist_transformer.planning.tables import plan_values, print_plan
 
     counts = _numbers_of_nodes(nodes)
     given = (gpu, gpus_per_node, calibrate, tokens_per_second, all_reduce)
@@ -57,7 +57,7 @@ def plan_command(
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     of_plan = (config, gpu, ranks_per_node, hardware, rows)
     if as_json:
-        print(json.dumps(as_values(*of_plan), indent=2))
+        print(json.dumps(plan_values(*of_plan), indent=2))
     else:
         print_plan(*of_plan)
 
@@ -97,7 +97,7 @@ def simulate_command(
 ) -> None:
     """Share of its node-hours that a run keeps on each number of nodes despite failures, and how often to save."""
     from dist_transformer.planning.scale import Site, scale_row
-    from dist_transformer.planning.simulation_tables import as_values, print_simulation
+    from dist_transformer.planning.tables import print_simulation, simulation_values
 
     counts = _numbers_of_nodes(nodes)
     given = (gpu, gpus_per_node, calibrate, tokens_per_second, all_reduce)
@@ -113,7 +113,7 @@ def simulate_command(
     rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]
     of_simulation = (config, gpu, ranks_per_node, hardware, site, rows)
     if as_json:
-        print(json.dumps(as_values(*of_simulation), indent=2))
+        print(json.dumps(simulation_values(*of_simulation), indent=2))
     else:
         print_simulation(*of_simulation)
 

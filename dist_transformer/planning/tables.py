@@ -1,14 +1,19 @@
-"""A plan as printed tables, and as values for scripts."""
+"""A plan, and a simulation of failures, as printed tables and as values for scripts."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from dist_transformer.config.model_size import checkpoint_bytes
 from dist_transformer.config.schema import Config
-from dist_transformer.format import table
+from dist_transformer.config.slurm_schema import LOST_ATTEMPTS
+from dist_transformer.format import duration, table
+from dist_transformer.planning import scale
+from dist_transformer.planning.failures import SLIGHT_LOSS
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import USABLE_SHARE
 from dist_transformer.planning.plan import Row
+from dist_transformer.planning.scale import ScaleRow, Site
 from dist_transformer.planning.step_time import FILLED_SHARE, MEAN_TOKENS
 from dist_transformer.planning.vocabularies import count_parameters
 
@@ -17,6 +22,9 @@ TIMES = (
     *("efficiency", "hours", "node-h"),
 )
 MEMORY = ("nodes", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "of the CPU", "fullest in")
+STEPS = ("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication", "stragglers", "efficiency")
+FAILURES = ("nodes", "fails every", "best", "every_steps", "about as good", "kept", "as it is", "useful", "days")
+MANY_GIVE_UP = 0.01
 NOTHING = "-"
 ASSUMPTIONS = {"filled_share": FILLED_SHARE, "mean_sentence_tokens": MEAN_TOKENS, "usable_memory_share": USABLE_SHARE}
 """Assumptions besides the table of hardware."""
@@ -28,7 +36,9 @@ CHECKED = (
 )
 
 
-def as_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> dict[str, Any]:
+def plan_values(
+    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]
+) -> dict[str, Any]:
     """The whole plan in numbers, bytes and seconds; null: no value. Keys stay the same in all releases."""
     return {
         **run_values(config, gpu, gpus_per_node, hardware),
@@ -132,3 +142,113 @@ def nodes_text(count: int) -> str:
 
 def _gigabytes(count: float) -> str:
     return f"{count / 1e9:,.1f}"
+
+
+def simulation_values(
+    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
+) -> dict[str, Any]:
+    """The whole simulation in numbers and seconds; null: no value. Keys stay the same in all releases."""
+    return {
+        **run_values(config, gpu, gpus_per_node, hardware),
+        "every_steps": config.checkpoints.every_steps,
+        "site": {name: _finite(value) for name, value in vars(site).items()},
+        "simulations": [_simulated_values(row) for row in rows],
+    }
+
+
+def _simulated_values(row: ScaleRow) -> dict[str, Any]:
+    conditions = row.conditions
+    return {
+        "nodes": row.nodes,
+        "ranks": row.num_ranks,
+        "lanes": row.lanes,
+        "step_seconds": row.time.seconds,
+        "tokens_per_second": row.time.tokens_per_second,
+        "communication_share": row.time.communication_share,
+        "straggler_factor": row.stragglers,
+        "efficiency": row.efficiency,
+        "between_failures_seconds": conditions.between_failures_seconds,
+        "save_seconds": conditions.save_seconds,
+        "write_seconds": conditions.write_seconds,
+        "best_every_steps": row.interval.best_steps,
+        "least_every_steps": row.interval.least_steps,
+        "most_every_steps": row.interval.most_steps,
+        "kept_share": row.kept_share,
+        "kept_share_as_it_is": row.set_share,
+        "useful_share": row.useful_share,
+        "wall_seconds": _finite(row.wall_seconds),
+        "attempts": _finite(row.attempts),
+        "gave_up_share": row.gave_up_share,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def print_simulation(
+    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
+) -> None:
+    """Prints the simulated run, a table of steps, one of failures, advised settings, and the source of each figure."""
+    print(
+        f"{config.run.name}: {count_parameters(config):,} parameters, {config.training.precision}, ZeRO "
+        f"{config.training.zero_stage}, {config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a node fails every "
+        f"{site.node_hours_between_failures:,g} hours"
+    )
+    print(*table(STEPS, [_step_cells(row) for row in rows]), sep="\n")
+    print("shares of node-hours; intervals are of training, without the saves; `average_last` of them fit into a run")
+    print(*table(FAILURES, [_failure_cells(row) for row in rows]), sep="\n")
+    for text in _remarks(config, rows):
+        print(text)
+    shown = {name: "by size" if value is None else f"{value:g}" for name, value in vars(site).items()}
+    print(f"site: {', '.join(f'{name} {text}' for name, text in shown.items())}")
+    print(
+        f"of checkpoints: copied with {scale.COPY_GB_PER_SECOND:g} GB/s of each rank, written with "
+        f"{scale.WRITE_GB_PER_SECOND:g} GB/s of each and {scale.DISK_GB_PER_SECOND:g} GB/s of all, unless seconds are given"
+    )
+    print_sources(hardware)
+
+
+def _step_cells(row: ScaleRow) -> list[str]:
+    return [
+        *(str(row.nodes), str(row.num_ranks), str(row.lanes), f"{row.time.tokens_per_second:,.0f}"),
+        *(f"{row.time.seconds:.3f}", f"{row.time.communication_share:.0%}", f"{row.stragglers:.3f}"),
+        f"{row.efficiency:.1%}",
+    ]
+
+
+def _failure_cells(row: ScaleRow) -> list[str]:
+    best_seconds, wall_seconds = row.interval.best_steps * row.time.seconds, _finite(row.wall_seconds)
+    return [
+        *(str(row.nodes), duration(row.conditions.between_failures_seconds), duration(best_seconds)),
+        *(f"{row.interval.best_steps:,}", f"{row.interval.least_steps:,} to {row.interval.most_steps:,}"),
+        *(f"{share:.1%}" for share in (row.kept_share, row.set_share, row.useful_share)),
+        NOTHING if wall_seconds is None else f"{wall_seconds / 86400:,.2f}",
+    ]
+
+
+def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
+    """Advised settings for the run's own number of nodes, or the smallest one, and warnings."""
+    row = next((row for row in rows if row.nodes == config.slurm.nodes), rows[0])
+    interval, as_it_is = row.interval, config.checkpoints.every_steps
+    is_good = row.set_share >= row.kept_share - SLIGHT_LOSS
+    advice = f"every_steps={as_it_is} is good" if is_good else f"set checkpoints.every_steps={interval.best_steps}"
+    remarks = [
+        f"checkpoints: for {nodes_text(row.nodes)} {advice}; with {interval.least_steps} to {interval.most_steps} at most "
+        f"{SLIGHT_LOSS:.1%} of the node-hours is lost beside the best, {interval.best_steps}"
+        if row.kept_share >= SLIGHT_LOSS
+        else f"checkpoints: on {nodes_text(row.nodes)} no interval keeps anything: a job fails sooner than it starts and saves"
+    ]
+    if more := [row.nodes for row in rows if row.lanes > config.data.lanes]:
+        remarks.append(
+            f"from {nodes_text(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
+            "rank, which is another recipe: larger steps, and fewer of them for the same tokens"
+        )
+    most = scale.patience(config.slurm)
+    remarks += [
+        f"{nodes_text(row.nodes)}: {row.gave_up_share:.0%} of the runs have {most} attempts in a row without a checkpoint, "
+        f"after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
+        for row in rows
+        if row.gave_up_share is not None and row.gave_up_share > MANY_GIVE_UP
+    ]
+    return remarks
