@@ -48,7 +48,7 @@ def train_command(
     arguments = [*(flag for flag, is_given in given.items() if is_given), str(run), *(overrides or [])]
     with forwarding_signals() as signals:  # from here on signals are forwarded to the ranks once they listen
         config, run_dir = _read(run, overrides, num_ranks)
-        from dist_transformer.cli.end import run_as_command
+        from dist_transformer.cli.main import run_as_command
         from dist_transformer.data.prepare.progress import prepare_for_training
 
         def listening(work: Callable[[], object]) -> None:

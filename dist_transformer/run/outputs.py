@@ -100,7 +100,7 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # the reader has ended, which is no fault: cli/end.py
+    except BrokenPipeError:  # the reader has ended, which is no fault: cli/main.py
         raise
     except OSError as error:
         if error.filename is not None and not _are_near(Path(os.fsdecode(error.filename)), path):

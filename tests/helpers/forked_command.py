@@ -14,8 +14,7 @@ import matplotlib.figure  # noqa: F401  to have it imported, and the next two: e
 from hypothesis import HealthCheck, Phase, settings
 from running import NOT_INHERITED
 
-from dist_transformer.cli.end import run_as_command
-from dist_transformer.cli.main import Commands, app
+from dist_transformer.cli.main import Commands, app, run_as_command
 from dist_transformer.decoding import loaded_model  # noqa: F401
 from dist_transformer.tracking import mlflow_client  # noqa: F401
 from dist_transformer.training import rank  # noqa: F401

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dist_transformer.cli.main import VERBS, Commands, app, first_sentence
 from dist_transformer.errors import UserError
 
-FOUND_WITH_CONFIG = [f"dist_transformer.cli.{name}" for name in ("arguments", "config_verbs", "end", "main")]
+FOUND_WITH_CONFIG = [f"dist_transformer.cli.{name}" for name in ("arguments", "config_verbs", "main")]
 START_THEN_IMPORT_TORCH = """
 from dist_transformer.cli import main
 main.run_as_command = lambda app: __import__("torch")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.cli.demo import remove_former_run
-from dist_transformer.cli.end import run_as_command
+from dist_transformer.cli.main import run_as_command
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.files import replacing, write_text
 from dist_transformer.run.folder import RunDir

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from dist_transformer.cli.end import run_as_command
+from dist_transformer.cli.main import run_as_command
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.training import memory
