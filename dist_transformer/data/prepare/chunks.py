@@ -28,9 +28,16 @@ from dist_transformer.data.prepare.scan import (
     estimated_tokens,
     load_tokenizer,
 )
-from dist_transformer.data.prepare.shards import count_tokens, gather_ranges, write_shard, write_spill
+from dist_transformer.data.prepare.shards import (
+    CountedRows,
+    count_tokens,
+    gather_ranges,
+    text_rows,
+    tokenized_rows,
+    write_shard,
+    write_spill,
+)
 from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
-from dist_transformer.data.prepare.tokenize_rows import CountedRows, text_rows, tokenized_rows
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 

@@ -23,8 +23,8 @@ from dist_transformer.data.filters import Cleaner, HeldOut, without_markup
 from dist_transformer.data.loader.window_request import RowSlice
 from dist_transformer.data.manifest import TOKENIZER_FOLDER, RowGroup, Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.modifiers import Modifiers, inline_tags
+from dist_transformer.data.prepare.shards import tokenized_rows
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
-from dist_transformer.data.prepare.tokenize_rows import tokenized_rows
 from dist_transformer.data.recipe import FORMATS, PREPARED_FORMAT, refuse_other_recipe, taken_models
 from dist_transformer.data.sentences import Keys, Sentences, comparable
 from dist_transformer.data.sources.arrow import ParquetFile

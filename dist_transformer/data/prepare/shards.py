@@ -1,11 +1,14 @@
-"""Parquet files of token ids or text: shards of a prepared corpus, and spill files that shuffle it in bounded memory.
+"""Rows of a prepared corpus: made of text, shuffled in bounded memory by spill files, and written as shards (Parquet).
+
+A row has token ids, or text that is tokenized in training.
 
 Global shuffle: every row gets a random key. A spill file has one chunk of the corpus sorted by key, so that the rows
 of a range of keys are adjacent in each of them. A shard is one range, gathered from all spill files and sorted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import compress, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +17,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dist_transformer.config.data_schema import FilterConfig
+from dist_transformer.data.filters import KeptText, filter_lengths
 from dist_transformer.data.loader.window_request import random_generator
 from dist_transformer.data.manifest import RowGroup, Shard
+from dist_transformer.data.prepare.state import EXAMPLE_CHARACTERS, EXAMPLES, Chunk
+from dist_transformer.data.sources.corpus import RawBatch
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.files import file_sha256, replacing
 
 PURPOSE_SHUFFLE = 100
@@ -23,6 +31,42 @@ KEY_LIMIT = 1 << 62
 """Upper limit of the uniform keys; among 10^9 rows two share one with a chance of 10%; row numbers order those."""
 SPILL_ROW_GROUP_ROWS = 4096
 LARGEST_UINT16_VOCABULARY = 65_535
+CountedRows = tuple[pa.Table, Chunk]
+"""The kept rows of a batch, see `tokenized_rows` and `text_rows`, and its counts."""
+
+
+def tokenized_rows(
+    batch: RawBatch, text: KeptText, tokenizer: Tokenizer, filters: FilterConfig, threads: int
+) -> CountedRows:
+    """Returns the rows of a batch that are not dropped by their text, nor by their lengths, as token ids."""
+    source, target = tokenizer.encode_source(text.source, threads), tokenizer.encode_target(text.target, threads)
+    lengths = [np.array([len(ids) for ids in side], dtype=np.int64) for side in (source, target)]
+    text, before = text.without(filter_lengths(lengths[0], lengths[1], filters)), text
+    kept = np.isin(before.positions, text.positions)
+    source, target = (list(compress(side, kept)) for side in (source, target))
+    vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
+    table = token_table(text.positions + batch.first_row, source, target, vocabularies)
+    of_source, of_target = (tuple(np.bincount(side[kept]).tolist()) for side in lengths)
+    unknown = tokenizer.num_unknown(source, target)
+    return table, replace(_counts(batch, text), source_lengths=of_source, target_lengths=of_target, unknown=unknown)
+
+
+def text_rows(batch: RawBatch, text: KeptText) -> CountedRows:
+    """Returns the rows of a batch that are not dropped by their text, as text, normalized and tagged."""
+    # Large: a column of all rows of a chunk may be longer than the 2 GiB of the plain type.
+    texts = {"source": pa.array(text.source, pa.large_string()), "target": pa.array(text.target, pa.large_string())}
+    row_ids = pa.array(text.positions + batch.first_row, pa.int64())
+    return pa.table({"row_id": row_ids, **texts}), _counts(batch, text)
+
+
+def _counts(batch: RawBatch, text: KeptText) -> Chunk:
+    """Returns the counts of a batch by its text, with the first dropped pairs of each rule, as they were read."""
+    sides = batch.source, batch.target
+    examples: dict[str, list[tuple[str, str]]] = {
+        rule: [tuple((side[place] or "")[:EXAMPLE_CHARACTERS] for side in sides) for place in places[:EXAMPLES]]  # type: ignore[misc]
+        for rule, places in text.dropped.items()
+    }
+    return Chunk(len(batch.source), len(text.positions), dict(text.counts()), (), (), text.repaired, examples)
 
 
 def token_table(
@@ -32,13 +76,6 @@ def token_table(
     types = [pa.list_(pa.uint16() if size <= LARGEST_UINT16_VOCABULARY else pa.uint32()) for size in vocabularies]
     ids = {"source": pa.array(source, types[0]), "target": pa.array(target, types[1])}
     return pa.table({"row_id": pa.array(row_ids, pa.int64()), **ids})
-
-
-def text_table(row_ids: NDArray[np.int64], source: list[str], target: list[str]) -> pa.Table:
-    """Returns the columns of a shard of text."""
-    # Large: a column of all rows of a chunk may be longer than the 2 GiB of the plain type.
-    texts = {"source": pa.array(source, pa.large_string()), "target": pa.array(target, pa.large_string())}
-    return pa.table({"row_id": pa.array(row_ids, pa.int64()), **texts})
 
 
 def count_tokens(rows: pa.Table) -> tuple[int, int]:
