@@ -3,11 +3,11 @@
 import pytest
 from rows_helpers import PAIRS, TOKENIZER, write_tokenizer
 
-from dist_transformer.data.loader import text_batches as module
-from dist_transformer.data.loader.text_batches import text_batches
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import DataError
+from dist_transformer.training.validation import translation as module
+from dist_transformer.training.validation.translation import text_batches
 
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
 
