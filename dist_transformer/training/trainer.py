@@ -52,9 +52,8 @@ from dist_transformer.training.run_data import RunData
 from dist_transformer.training.run_log import RunLog, newest_records, note, open_run_log
 from dist_transformer.training.silent_errors import begin_checks, machine_name
 from dist_transformer.training.train_state import TrainState
-from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validator
-from dist_transformer.training.validation.schedule import ValidationSchedule
+from dist_transformer.training.validation.schedule import EarlyStopping, ValidationSchedule
 from dist_transformer.training.validation.translation import dry_run_of_validation, open_validator
 
 log = logging.getLogger(__name__)

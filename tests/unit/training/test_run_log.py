@@ -28,7 +28,7 @@ from dist_transformer.training import finish, rank, run_log, trainer
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.run_log import RunLog, add_to_history, is_best_so_far, note
 from dist_transformer.training.validation import translation
-from dist_transformer.training.validation.early_stopping import EarlyStopping
+from dist_transformer.training.validation.schedule import EarlyStopping
 
 FULL = Path("/dev/full")
 

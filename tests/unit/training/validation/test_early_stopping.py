@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, is_better
 from dist_transformer.config.schema import ValidationConfig
-from dist_transformer.training.validation.early_stopping import EarlyStopping
+from dist_transformer.training.validation.schedule import EarlyStopping
 
 METRICS = st.sampled_from([*TOKEN_MEASURES, *TRANSLATION_MEASURES, "news/loss", "news/bleu"])
 VALUES = st.lists(st.one_of(st.integers(0, 5).map(float), st.just(math.nan), st.just(math.inf)), max_size=20)

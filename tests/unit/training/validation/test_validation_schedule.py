@@ -11,9 +11,8 @@ from dist_transformer.config.schema import Config, ValidationConfig
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import UserError
 from dist_transformer.training.validation import translation
-from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validated
-from dist_transformer.training.validation.schedule import ValidationSchedule
+from dist_transformer.training.validation.schedule import EarlyStopping, ValidationSchedule
 
 
 @pytest.mark.parametrize(("step", "is_last", "is_due"), [(30, False, True), (25, False, False), (25, True, True)])
