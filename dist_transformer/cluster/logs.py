@@ -37,18 +37,16 @@ def log_of_run(run_dir: RunDir, job_id: str | None) -> Path | None:
     return (log_of_job(run_dir, job_id) if job_id else None) or newest_log(run_dir)
 
 
-def wait_for_log(
-    find: Callable[[], Path | None], is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep
-) -> Path | None:
+def wait_for_log(find: Callable[[], Path | None], is_over: Callable[[], bool]) -> Path | None:
     """The path that `find` returns, as soon as it does; None: the run was over before. `is_over`: see `follow`."""
-    return next(path for over in _looks(is_over, wait) if (path := find()) is not None or over)
+    return next(path for over in _looks(is_over) if (path := find()) is not None or over)
 
 
-def _looks(is_over: Callable[[], bool], wait: Callable[[float], None]) -> Iterator[bool]:
+def _looks(is_over: Callable[[], bool]) -> Iterator[bool]:
     """Yields every LOOK_SECONDS whether the run is over, which is asked every ASK_SECONDS; between them False."""
     for look in count():
         yield look % LOOKS_A_QUESTION == 0 and is_over()
-        wait(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def rank_filter(path: Path, rank: int | None) -> Callable[[str], str | None]:
@@ -76,12 +74,7 @@ def tail(path: Path, num_lines: int, rank: int | None, end: int | None = None) -
 
 
 def follow(
-    find_newest: Callable[[], Path | None],
-    path: Path,
-    num_lines: int,
-    rank: int | None,
-    is_over: Callable[[], bool],
-    wait: Callable[[float], None] = time.sleep,
+    find_newest: Callable[[], Path | None], path: Path, num_lines: int, rank: int | None, is_over: Callable[[], bool]
 ) -> Iterator[str]:
     """Yields the last lines of a log, new lines as they are written, then those of a newer job's log; ends when the run
     is over and everything was yielded.
@@ -94,7 +87,7 @@ def follow(
     end = end_of_last_line(path)
     yield from tail(path, num_lines, rank, end)
     file, show = GrowingFile(path, end), rank_filter(path, rank)
-    for over in _looks(is_over, wait):
+    for over in _looks(is_over):
         yield from (text for line in file.new_lines() if (text := show(line)) is not None)
         newest = find_newest()
         if newest is not None and newest != file.path and newest.stat().st_mtime > file.path.stat().st_mtime:

@@ -72,10 +72,12 @@ def test_the_log_of_a_job_is_that_of_no_other_and_bears_the_name_of_its_stage(ru
     assert log_of_job(run_dir, "4") is None
 
 
-def test_a_log_is_waited_for_until_it_is_there_or_the_run_is_over(run_dir: RunDir) -> None:
+def test_a_log_is_waited_for_until_it_is_there_or_the_run_is_over(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = run_dir.slurm / "job-5.log"
-    wait = happens(lambda: None, lambda: write(path, "a\n"))
-    assert wait_for_log(lambda: newest_log(run_dir), lambda: False, wait) == path
+    happens(monkeypatch, lambda: None, lambda: write(path, "a\n"))
+    assert wait_for_log(lambda: newest_log(run_dir), lambda: False) == path
     path.unlink()
     asked: list[bool] = []
     looks: list[float] = []
@@ -84,7 +86,8 @@ def test_a_log_is_waited_for_until_it_is_there_or_the_run_is_over(run_dir: RunDi
         asked.append(True)
         return len(asked) == 3
 
-    assert wait_for_log(lambda: newest_log(run_dir), over, looks.append) is None
+    monkeypatch.setattr("dist_transformer.cluster.logs.time.sleep", looks.append)
+    assert wait_for_log(lambda: newest_log(run_dir), over) is None
     assert sum(looks) == 20
 
 
@@ -104,45 +107,54 @@ def test_the_log_of_rank_0_has_nothing_of_others(run_dir: RunDir) -> None:
         tail(path, 5, 1)
 
 
-def happens(*steps: Callable[[], object]) -> Callable[[float], None]:
+def happens(monkeypatch: pytest.MonkeyPatch, *steps: Callable[[], object]) -> None:
     """In place of waiting: one step a time."""
     left = list(steps)
-    return lambda seconds: left.pop(0)() and None if left else pytest.fail("waits for nothing")
+
+    def instead(seconds: float) -> None:
+        left.pop(0)() if left else pytest.fail("waits for nothing")
+
+    monkeypatch.setattr("dist_transformer.cluster.logs.time.sleep", instead)
 
 
-def test_following_goes_on_over_a_requeue_and_a_new_job_and_ends_with_the_run(run_dir: RunDir) -> None:
+def test_following_goes_on_over_a_requeue_and_a_new_job_and_ends_with_the_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(run_dir.slurm / "job-5.log", "a\nb\nhal", at=1)
     over: list[bool] = []
     new = run_dir.slurm / "job-6.log"
-    wait = happens(
+    happens(
+        monkeypatch,
         lambda: write(path, "f\nrequeued\n", at=2),
         lambda: write(new, "0: next\n", at=3),
         lambda: (write(new, "0: end\nno line break", at=4), over.append(True)),
         *[lambda: None] * 40,
     )
-    lines = list(follow(lambda: newest_log(run_dir), path, 1, None, lambda: bool(over), wait))
+    lines = list(follow(lambda: newest_log(run_dir), path, 1, None, lambda: bool(over)))
     assert lines == ["b", "half", "requeued", f"--- {new}", "0: next", "0: end", "no line break"]
 
 
-def test_following_one_rank_shows_its_lines_alone(run_dir: RunDir) -> None:
+def test_following_one_rank_shows_its_lines_alone(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(run_dir.slurm / "job-5.log", "0: a\n1: b\n", at=1)
     over: list[bool] = []
-    wait = happens(lambda: (write(path, "1: c\n0: d\n", at=2), over.append(True)), *[lambda: None] * 40)
-    assert list(follow(lambda: newest_log(run_dir), path, 5, 1, lambda: bool(over), wait)) == ["b", "c"]
+    happens(monkeypatch, lambda: (write(path, "1: c\n0: d\n", at=2), over.append(True)), *[lambda: None] * 40)
+    assert list(follow(lambda: newest_log(run_dir), path, 5, 1, lambda: bool(over))) == ["b", "c"]
 
 
-def test_a_run_that_is_over_is_said_to_the_end_without_waiting(run_dir: RunDir) -> None:
+def test_a_run_that_is_over_is_said_to_the_end_without_waiting(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(run_dir.slurm / "job-5.log", "a\nb\n")
-    assert list(follow(lambda: newest_log(run_dir), path, 5, None, lambda: True, happens())) == ["a", "b"]
+    happens(monkeypatch)
+    assert list(follow(lambda: newest_log(run_dir), path, 5, None, lambda: True)) == ["a", "b"]
 
 
-def test_slurm_is_not_asked_at_every_look(run_dir: RunDir) -> None:
+def test_slurm_is_not_asked_at_every_look(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(run_dir.slurm / "job-5.log", "a\n")
     asked: list[bool] = []
     looks: list[float] = []
-    list(
-        follow(lambda: newest_log(run_dir), path, 5, None, lambda: asked.append(True) or len(asked) == 3, looks.append)
-    )  # type: ignore[func-returns-value]
+    monkeypatch.setattr("dist_transformer.cluster.logs.time.sleep", looks.append)
+    list(follow(lambda: newest_log(run_dir), path, 5, None, lambda: asked.append(True) or len(asked) == 3))  # type: ignore[func-returns-value]
     assert len(looks) == 40
     assert sum(looks) == 20
 
