@@ -8,7 +8,6 @@ import typer
 from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.errors import UserError
 from dist_transformer.format import print_table
-from dist_transformer.reporting.run_report import write_run_report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 
@@ -23,6 +22,7 @@ def report_command(
     """Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network."""
     from dist_transformer.cluster.run_ref import find_run
     from dist_transformer.reporting.html import is_own_page
+    from dist_transformer.reporting.page import write_run_report
 
     if output is not None:
         check_output(output, "a page", is_own_page, is_file=True)

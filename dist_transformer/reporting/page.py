@@ -5,6 +5,7 @@ It loads nothing, needs no script, and is made for phones, print and dark mode.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.metrics import MEASURES, TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
@@ -12,10 +13,19 @@ from dist_transformer.reporting.charts import Marks, Panel, marks_of, panels_of
 from dist_transformer.reporting.figures import panel_svg
 from dist_transformer.reporting.formatting import measure_name, measure_text, number
 from dist_transformer.reporting.html import render
-from dist_transformer.reporting.run_history import CHECKPOINT_MEASURES, RunStory, settings_that_differ
+from dist_transformer.reporting.run_history import CHECKPOINT_MEASURES, RunStory, read_story, settings_that_differ
 from dist_transformer.reporting.samples import OPEN_SENTENCES, drawn_sentences, fixed_sentences
 from dist_transformer.run.evaluations import search_text
+from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import rows_of
+from dist_transformer.run.outputs import write_output
+
+
+def write_run_report(run_dir: RunDir, output: Path | None = None) -> Path:
+    """Writes the page about a run, by default report.html in its folder, and returns its path. Raises UserError: the
+    page cannot be written."""
+    write_output(output or run_dir.report, run_page(read_story(run_dir)))
+    return output or run_dir.report
 
 
 def run_page(story: RunStory) -> str:

@@ -7,7 +7,7 @@ import shutil
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError, MachineError, UserError
-from dist_transformer.reporting.run_report import report_after_training
+from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import BUSY_SECONDS, CLOSE_SECONDS, Status, Tracker
 from dist_transformer.training.checkpoint.final_model import write_final_model
 from dist_transformer.training.run import Run
@@ -19,6 +19,8 @@ REPORT_SECONDS = 600.0
 """Time for drawing the report before it counts as a hang: many times that of the largest report."""
 MARGIN_SECONDS = 30.0
 """Time that closing takes in addition to its waits for the server."""
+LARGEST_AT_END_BYTES = 200_000_000
+"""Size limit of metrics.jsonl for a report at the end of a run, while all ranks and GPUs wait: 240 MB took 12 s."""
 WAITING = "waiting for MLflow to take the rest"
 
 
@@ -62,6 +64,26 @@ class RunEnd:
         if self.tracker is not None and not self._is_closed:
             self._run.watchdog.progress(WAITING)
             self.tracker.close(status)
+
+
+def report_after_training(run_dir: RunDir) -> bool:
+    """Writes the page at the end of a run (rank 0); returns True if it was written.
+
+    A failure is a warning: the run is over and saved. A history that takes long to read is left to the user.
+    """
+    size = run_dir.metrics.stat().st_size if run_dir.metrics.is_file() else 0
+    if size > LARGEST_AT_END_BYTES:
+        megabytes, command = size / 1e6, f"dist-transformer report {run_dir.quoted}"
+        log.info("report     not drawn now, %s has %.0f MB: %s", run_dir.metrics.name, megabytes, command)
+        return False
+    try:
+        from dist_transformer.reporting.page import write_run_report  # numpy and matplotlib
+
+        write_run_report(run_dir)
+        return True
+    except Exception as error:  # noqa: BLE001  (drawing must not turn a finished run into a failed one)
+        log.warning("%s was not written: %s: %s", run_dir.report, type(error).__name__, error)
+        return False
 
 
 def finish(run: Run, end: RunEnd, step: int, early_stop: str) -> bool:

@@ -12,9 +12,9 @@ from running import records, wait_for_step
 from dist_transformer import Run
 from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.model_folder import load_model_folder
-from dist_transformer.reporting.run_report import report_after_training
 from dist_transformer.run.evaluations import OF_MODEL
 from dist_transformer.run.folder import RunDir
+from dist_transformer.training.finish import report_after_training
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError
-from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training import finish
 from dist_transformer.training.finish import RunEnd
@@ -176,8 +175,8 @@ def test_after_an_error_only_the_first_rank_closes_and_nobody_is_waited_for(tmp_
 def test_a_history_that_takes_long_to_read_is_left_to_people(tmp_path, monkeypatch, caplog):
     run_dir = RunDir(tmp_path)
     run_dir.metrics.write_text("x" * 1000, encoding="utf-8")
-    monkeypatch.setattr(report, "LARGEST_AT_END_BYTES", 999)
+    monkeypatch.setattr(finish, "LARGEST_AT_END_BYTES", 999)
     with caplog.at_level("INFO"):
-        assert not report.report_after_training(run_dir)
+        assert not finish.report_after_training(run_dir)
     assert f"dist-transformer report {tmp_path}" in caplog.text
     assert not run_dir.report.exists()

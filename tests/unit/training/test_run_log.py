@@ -20,7 +20,7 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.processes.stop_request import StopRequest
-from dist_transformer.reporting import run_report as report
+from dist_transformer.reporting.page import write_run_report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records
@@ -242,7 +242,7 @@ def test_a_report_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch)
 
     monkeypatch.setattr("dist_transformer.run.outputs.write_text", full)
     with pytest.raises(UserError, match=f"^{tmp_path / 'a.html'}: cannot be written .*No space left on device"):
-        report.write_run_report(RunDir(tmp_path), tmp_path / "a.html")
+        write_run_report(RunDir(tmp_path), tmp_path / "a.html")
 
 
 def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
