@@ -61,11 +61,10 @@ def _lines(path: Path) -> list[str]:
 
 def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Path) -> list[str]:
     """Writes the new folder; returns the pieces that the model did not have."""
-    from dist_transformer.data.tokenizer.extension import add_pieces, cuts, missing_pieces, num_pieces
     from dist_transformer.data.tokenizer.tokenizer import Tokenizer
     from dist_transformer.interop.model_card import Origin
     from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, TokenizerFiles, save_model_folder
-    from dist_transformer.interop.vocabulary_extension import Growth, extended_weights
+    from dist_transformer.interop.vocabulary_extension import add_pieces, extended_weights, growth_of, missing_pieces
 
     source, target = loaded.tokenizer_files.source, loaded.tokenizer_files.target
     of_source = missing_pieces(source, asked) if side != "target" else []
@@ -78,14 +77,10 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
         if target is not None and new.target is not None:
             add_pieces(target, of_target, new.target)
         tokenizer, before = Tokenizer.load(new.source, new.target), loaded.information
-
-        def growth(old: Path, pieces: Sequence[str], vocabulary: int) -> Growth:
-            return Growth(num_pieces(old), cuts(old, pieces), vocabulary, before.pad_id)
-
         weights = extended_weights(
             dict(loaded.model.named_parameters()),
-            growth(source, of_source, tokenizer.source_vocabulary),
-            growth(target or source, of_target, tokenizer.target_vocabulary),
+            growth_of(source, of_source, tokenizer.source_vocabulary, before.pad_id),
+            growth_of(target or source, of_target, tokenizer.target_vocabulary, before.pad_id),
             loaded.config.shared_embeddings,
         )
         names = ("source_vocabulary", "target_vocabulary", "pad_id")

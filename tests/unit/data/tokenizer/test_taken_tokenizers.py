@@ -10,10 +10,10 @@ from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import load_config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
-from dist_transformer.data.tokenizer.extension import add_pieces
 from dist_transformer.data.tokenizer.model_file import Kind, read_pieces_file, texts
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import ConfigError, DataError
+from dist_transformer.interop.vocabulary_extension import add_pieces
 
 
 @pytest.fixture(scope="module")

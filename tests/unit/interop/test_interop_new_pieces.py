@@ -7,9 +7,9 @@ import pytest
 
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer.extension import add_pieces, cuts, missing_pieces, num_pieces
 from dist_transformer.data.tokenizer.tokenizer import UNKNOWN_ID, Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError
+from dist_transformer.interop.vocabulary_extension import add_pieces, growth_of, missing_pieces
 
 SENTENCES = [side for pair in islice(demo_pairs("test"), 600) for side in pair]
 NEW = ["<bt>", "Kubernetes", "▁Wetter", "New▁York"]
@@ -29,7 +29,7 @@ def extended(model: Path, tmp_path: Path) -> Tokenizer:
 
 
 def test_each_new_piece_is_one_id_after_the_old_ones(model: Path, extended: Tokenizer):
-    size = num_pieces(model)
+    size = growth_of(model, [], 0, 0).num_pieces
     assert extended.source_pieces(range(size, size + len(NEW))) == NEW
     for index, piece in enumerate(NEW, start=size):
         ids = extended.encode_source([f"acht Uhr {piece.replace('▁', ' ')} neun Uhr"])[0]
@@ -53,15 +53,15 @@ def test_a_piece_that_begins_with_a_blank_is_one_only_where_a_word_begins(extend
 
 def test_cuts_are_what_the_old_model_makes_of_a_piece_without_the_blank_that_stays_before_it(model: Path):
     old = Tokenizer.load(model)
-    for piece, cut in zip(NEW, cuts(model, NEW), strict=True):
+    for piece, cut in zip(NEW, growth_of(model, NEW, 0, 0).cuts, strict=True):
         whole = old.encode_source([piece.replace("▁", " ").strip()])[0][:-1]
         is_apart = old.source_pieces(whole)[0] == "▁" and not piece.startswith("▁")
         assert cut == [index for index in whole[is_apart:] if index != UNKNOWN_ID], piece
 
 
 def test_unknown_characters_count_for_nothing_unless_there_is_nothing_else(model: Path):
-    assert cuts(model, ["雪"]) == [[UNKNOWN_ID]]
-    (mixed,) = cuts(model, ["雪acht"])
+    assert growth_of(model, ["雪"], 0, 0).cuts == [[UNKNOWN_ID]]
+    (mixed,) = growth_of(model, ["雪acht"], 0, 0).cuts
     assert mixed
     assert UNKNOWN_ID not in mixed
 
