@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
-from dist_transformer.cluster.final_status import is_alive, status_found
-from dist_transformer.cluster.job_status import Document, report, report_all
+from dist_transformer.cluster.job_status import Document, is_alive, report, report_all, status_found
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE, is_held
 from dist_transformer.cluster.run_ref import find_run, is_run_folder, refuse_unreadable
 from dist_transformer.config.loading import load_config

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, read_run_folder
-from dist_transformer.cluster.final_status import status_after_attempt
+from dist_transformer.cluster.job_status import status_after_attempt
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dist_transformer.cluster.final_status import is_alive
-from dist_transformer.cluster.job_status import Document, run_folders, short_reports
+from dist_transformer.cluster.job_status import Document, is_alive, run_folders, short_reports
 from dist_transformer.cluster.queue import OVER
 from dist_transformer.config.metrics import TRANSLATION_MEASURES
 from dist_transformer.errors import UserError

@@ -1,6 +1,10 @@
-"""Everything known about a run in one document, from Slurm and from the files in its folder.
+"""Everything known about a run in one document, from Slurm and from the files in its folder, and what MLflow is to say of it.
 
 The document of `status --json`. Every key is always present; null: unknown, or there is none. Times are unix seconds.
+
+A rank reports FINISHED, FAILED or SCHEDULED (saved, to be started again) to MLflow when it ends normally. After that Slurm
+and the batch script decide about the job, so both are asked for the status of a run whose ranks could not report it
+themselves (killed, lost with their node, cancelled): at the end of an attempt, and by `status`.
 """
 
 import time
@@ -14,6 +18,7 @@ from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, kn
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
 from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, own_job, refuse_unreadable, worked_on
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR
 from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
@@ -228,3 +233,45 @@ def _row(view: RunView, job_id: str | None, job: QueuedJob | None) -> Document:
         "job_state": job_state,
         "checkpoint": view.checkpoint,
     }
+
+
+def status_after_attempt(run_dir: RunDir, job: str, attempt: int) -> str | None:
+    """MLflow status after an attempt that has just ended, from the batch script's record; None: there is no record."""
+    noted = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("attempt")) == ("ended", job, attempt)]
+    if not noted:
+        return None
+    newest = noted[-1]
+    code = newest.get("exit_code")
+    if code == EXIT_DONE:
+        return "FINISHED"
+    if newest.get("requeued") or newest.get("how") == "ended":
+        return "SCHEDULED"
+    is_wanted = newest.get("how") == "cancelled" or (code == EXIT_REQUEUE and run_dir.stop_file.exists())
+    return "KILLED" if is_wanted else "FAILED"
+
+
+def status_found(document: Document, said: str, *, is_by_hand: bool = False) -> str | None:
+    """MLflow status that `status` finds in place of the last reported one; None: that one holds, or it is unknown.
+
+    Args:
+        document: from `report`.
+        said: the last reported status: RUNNING, SCHEDULED, FINISHED, FAILED or KILLED.
+        is_by_hand: the newest start was without a job, whatever jobs there were before.
+    """
+    job, state = document["job"], document["state"]
+    if is_alive(document) or said not in ("RUNNING", "SCHEDULED"):
+        return None
+    if state == "finished":
+        return "FINISHED"
+    if document["job_id"] is None or is_by_hand:  # the user resumes a stopped run
+        return "FAILED" if state == "failed" else "KILLED" if said == "RUNNING" else None
+    if document["next"] is not None:  # the job is over, and the run is not finished
+        return "FAILED" if document["last_exit_code"] in (EXIT_FAILED, EXIT_USER_ERROR) else "KILLED"
+    waits = job is not None and job["state"] in WAITING
+    return "SCHEDULED" if waits and said == "RUNNING" else None
+
+
+def is_alive(document: Document) -> bool:
+    """True if the newest heartbeat was recent."""
+    heartbeat = document["heartbeat_time"]
+    return heartbeat is not None and document["time"] - heartbeat <= SILENT_SECONDS

@@ -7,8 +7,7 @@ import pytest
 from fake_slurm import FakeSlurm, job_line
 from watched_run import add_lines, beat, make_run
 
-from dist_transformer.cluster.final_status import status_after_attempt, status_found
-from dist_transformer.cluster.job_status import report
+from dist_transformer.cluster.job_status import report, status_after_attempt, status_found
 from dist_transformer.cluster.requeue import end
 from dist_transformer.cluster.run_ref import RunRef
 from dist_transformer.run.folder import RunDir
