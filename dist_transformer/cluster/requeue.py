@@ -129,22 +129,24 @@ def decide(
     Args:
         left: nodes on which ranks may start again. They do if there was a new checkpoint since the last restart, or if
             they are other nodes than before; else the job is requeued, and may get others.
-        stopped_seconds: longest stop of the job meanwhile: a suspension does not count as a restart without a checkpoint.
+        stopped_seconds: longest stop of the job meanwhile: a suspension does not count as a restart without a checkpoint,
+            LOST_ATTEMPTS times as often as other restarts.
     """
     if exit_code in (EXIT_DONE, EXIT_USER_ERROR):
         return Decision("stop", "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
     if run_dir.stop_file.exists():  # also if the save of the stop failed
         return Decision("stop", f"stopped by the file {run_dir.stop_file}")
     refresh(run_dir.checkpoints)  # another machine wrote the newest ones
-    newest, without_progress = newest_checkpoint(run_dir), 0
+    newest, without_progress, spared = newest_checkpoint(run_dir), 0, 0
     before = read_record(run_dir.restarts)
     if before and before.get("newest_checkpoint") == newest:
-        without_progress = before.get("without_progress", 0)
-    suspended = f"; the job was suspended for {stopped_seconds:.0f} s" if stopped_seconds >= SUSPENDED_SECONDS else ""
+        without_progress, spared = before.get("without_progress", 0), before.get("suspended", 0)
+    is_spared = stopped_seconds >= SUSPENDED_SECONDS and spared < LOST_ATTEMPTS * max_restarts
+    suspended = f"; the job was suspended for {stopped_seconds:.0f} s" if is_spared else ""
     if without_progress >= max_restarts and not suspended:
         return Decision("stop", f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
     restarts = without_progress + (not suspended)
-    count = {"newest_checkpoint": newest, "without_progress": restarts}
+    count = {"newest_checkpoint": newest, "without_progress": restarts, "suspended": spared + is_spared}
     start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
     start += suspended + (f"; restart {restarts} of {max_restarts} without a new one" if without_progress else "")
     if left is None or (without_progress and not left.are_others):

@@ -68,7 +68,8 @@ def export_ctranslate2(
         end = [] if Tokenizer.load(files.source, files.target).source_end == about.pad_id else [source[about.eos_id]]
         never = [[target[number]] for number in sorted({about.bos_id, about.pad_id} - {about.eos_id})]
         of_code = {"target_model": SOURCE_MODEL if files.target is None else TARGET_MODEL, "end": end, "never": never}
-        write_text(folder / CARD, exported_card("ctranslate2", card_of(loaded), asdict(about), **of_code))
+        card = exported_card("ctranslate2", card_of(loaded), asdict(about), limit=limit, **of_code)
+        write_text(folder / CARD, card)
 
 
 def load_exported(folder: Path) -> tuple[ModelInformation, int | None]:

@@ -124,7 +124,6 @@ def event_line(event: str, details: Mapping[str, Any]) -> bytes:
 
 def add_line(path: Path, line: bytes) -> None:
     """Appends one line as `add_event` does: without a buffer, which would write it after an error was raised."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     _remove_torn_line(path)
     with path.open("ab", buffering=0) as file:
         while line:

@@ -16,15 +16,17 @@ def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None)
         end: offset in bytes at which the reading begins; None: the end of the file.
     """
     with suppress(OSError):
-        end = path.stat().st_size if end is None else end
-        for line in lines_backwards(path, end, max(0, end - max_bytes)):
+        for line in lines_backwards(path, end, max_bytes):
             yield line.decode(errors="replace")
 
 
-def lines_backwards(path: Path, end: int, begin: int = 0) -> Iterator[bytes]:
-    """Yields as `last_lines` the lines between two offsets in bytes, with errors of the disk."""
+def lines_backwards(path: Path, end: int | None = None, max_bytes: int | None = None) -> Iterator[bytes]:
+    """Yields lines as `last_lines` does, with errors of the disk."""
     with path.open("rb") as file:
-        rest = b""
+        end = (
+            file.seek(0, 2) if end is None else end
+        )  # of an open file: on NFS another machine may have written since a stat
+        begin, rest = 0 if max_bytes is None else max(0, end - max_bytes), b""
         while end > begin:
             size = min(max(PIECE_BYTES, len(rest)), end - begin)  # a long line is not joined from many pieces
             end -= size
@@ -37,7 +39,8 @@ def lines_backwards(path: Path, end: int, begin: int = 0) -> Iterator[bytes]:
 
 def end_of_last_line(path: Path) -> int:
     """Returns the offset in bytes after the last line break; the text after it is being written."""
-    size = path.stat().st_size
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
     return size - len(next(lines_backwards(path, size)))
 
 

@@ -21,7 +21,7 @@ from dist_transformer.config.credentials import cleaned, without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import DecodingConfig, TrackingConfig
 from dist_transformer.errors import UserError
-from dist_transformer.files import read_json, repeatedly
+from dist_transformer.files import FULL, MISPLACED, read_json, repeatedly
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_line, event_line, read_records
 from dist_transformer.run.records import read_record, sound
@@ -146,7 +146,7 @@ class Tracker:
         self._pending.append(event_line(event, details))
         path = self._run_dir.tracking_events
         try:
-            repeatedly(path, self._write, (), "written") if is_last else self._write()
+            repeatedly(path, self._write, (*MISPLACED, *FULL), "written") if is_last else self._write()
         except OSError as error:
             what = "last events are lost" if is_last else "events are kept in memory until the disk takes them"
             logger.warning("%s: %s; its %s", path, error, what)

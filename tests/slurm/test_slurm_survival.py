@@ -125,15 +125,15 @@ def test_a_job_whose_batch_script_dies_with_its_node_goes_on_with_another(
     run = submit(cluster, root, "dead_n1")
     run.wait_for_step(50)
     began = len(run.attempts("began"))  # more than one where ranks had to start again before
+    starts = read_json(run.run_dir.state)["starts"]
     cluster.node("kill", "n1")
     run.wait_for_attempt(began)
     assert run.attempts("ended")[-1]["how"] == "lost", run.log()
     assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
     cluster.node("start", "n1")
-    starts = began + 1
-    wait_until(lambda: read_json(run.run_dir.state)["starts"] == starts, PATIENCE_SECONDS, run.log)
+    wait_until(lambda: read_json(run.run_dir.state)["starts"] > starts, PATIENCE_SECONDS, run.log)
     cluster.run("scancel", "--signal=USR1", run.job_id)
-    run.wait_for_attempt(starts)
+    run.wait_for_attempt(began + 1)
     assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
     run.wait_for_end()
     run.must_equal(undisturbed)

@@ -76,7 +76,11 @@ def _settings(path: Path) -> Any:
 
 def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
     """Returns those whose metric was measured with the settings of the newest one that has it, the best first."""
-    known = {p: found for p in paths if (found := _validated(p, metric, patiently(p, p.stat).st_mtime_ns))}
+    known = {}
+    for path in paths:
+        with suppress(OSError):  # it is gone, or its disk does not answer
+            if found := _validated(path, metric, patiently(path, path.stat).st_mtime_ns):
+                known[path] = found
     kinds = [kind for _, kind in known.values() if kind is not None]
     sign = 1 if is_lower_better(metric) else -1
     same = [path for path, (_, kind) in known.items() if kind is None or kind == kinds[-1]]
@@ -85,11 +89,12 @@ def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
 
 @cache  # of 3,000 they take a second; the time of the folder is another if measures were added, or its step saved again
 def _validated(path: Path, metric: str, _written_ns: int) -> tuple[float, dict[str, Any] | None] | None:
-    """Returns the value, and the settings that it was measured with; settings are None if an older version wrote it."""
+    """Returns the value, and the settings that it was measured with; settings are None if an older version wrote it. An
+    OSError is raised, as what is returned is kept."""
     try:
         measures, settings = validation_of(path)
         value = float(measures[metric])
         kind = measured_with(settings, metric) if settings else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it was not validated, or is damaged
+    except (ValueError, LookupError, TypeError, AttributeError):  # it was not validated, or is damaged
         return None
     return (value, kind) if math.isfinite(value) else None

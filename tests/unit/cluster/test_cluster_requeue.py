@@ -16,6 +16,7 @@ from dist_transformer.cluster.requeue import (
     run_folder,
     save_time,
 )
+from dist_transformer.config.slurm_schema import LOST_ATTEMPTS
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
@@ -80,6 +81,14 @@ def test_a_suspension_uses_up_no_restart_but_gives_none_back(run_dir: RunDir) ->
         == "begins again, as there is no checkpoint yet; the job was suspended for 3600 s; restart 2 of 3 without a new one"
     )
     assert decisions[4].reason.endswith("restart 3 of 3 without a new one")
+
+
+def test_a_job_that_fails_at_the_same_place_ends_also_where_each_attempt_is_suspended(run_dir: RunDir) -> None:
+    decisions = []
+    while not decisions or decisions[-1].count is not None:
+        decisions.append(requeue.decide(run_dir, 1, 2, requeue.NextNodes(("n1",), False, ""), 31.0))
+        write_json(run_dir.restarts, decisions[-1].count or {})
+    assert len(decisions) == LOST_ATTEMPTS * 2 + 2 + 1
 
 
 def test_an_unfinished_checkpoint_is_no_progress(run_dir: RunDir) -> None:

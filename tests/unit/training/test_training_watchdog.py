@@ -239,7 +239,7 @@ met = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], 29501, 2, os.environ
 @pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.run(
-        ["unshare", "--net", "ip", "link", "add", "va", "type", "veth", "peer", "name", "vb"],
+        ["sh", "-c", "unshare --net ip link add va type veth peer name vb"],
         check=False,
         capture_output=True,
     ).returncode,

@@ -1,7 +1,9 @@
 """Checkpoints: the same state for every stage and number of ranks, and which of them are kept."""
 
+import errno
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
@@ -288,6 +290,22 @@ def test_a_checkpoint_is_read_once_until_it_is_validated_later_or_its_step_is_sa
     a_run(run_dir, {6: 5.0, 8: 0.25})
     assert names(retention.best(checkpoints.saved(run_dir), 2, "loss")) == [2, 8]
     assert read == [2, 4, 6, 8, 6, 6, 8]
+
+
+def test_a_checkpoint_that_goes_while_they_are_compared_is_left_out_and_a_bad_moment_of_its_disk_is_not_kept(
+    run_dir, monkeypatch
+):
+    a_run(run_dir, {2: 1.0, 4: 2.0, 6: 3.0})
+    saved = checkpoints.saved(run_dir)
+    shutil.rmtree(saved[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "validation_of", lambda path: _raise(OSError(errno.EIO, "Input/output error")))
+        assert names(retention.best(saved, 1, "loss")) == []
+    assert names(retention.best(saved, 1, "loss")) == [4]
+
+
+def _raise(error):
+    raise error
 
 
 def test_of_equal_losses_the_first_is_the_best(run_dir):
