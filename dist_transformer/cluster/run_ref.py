@@ -42,9 +42,8 @@ def find_run(text: str, root: Path) -> RunRef:
     except SlurmError as error:
         found, known = None, f"Slurm could not be asked ({str(error).splitlines()[0].partition(';')[0]})"
     moved = None if found and is_run_folder(found) else _folder_by_files(text, root)
-    if moved and (
-        found is None or moved.name == found.name
-    ):  # jobs of two clusters with one file system have the same ids
+    # Another name may be that of another run: jobs of two clusters with one file system have the same ids.
+    if moved and (found is None or moved.name == found.name):
         found = moved
     if found is None:
         raise UserError(
@@ -52,7 +51,9 @@ def find_run(text: str, root: Path) -> RunRef:
             "folder, or --root with the folder of your runs"
         )
     if not is_run_folder(found):
-        raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
+        raise UserError(
+            f"job {text}: its run folder {found} is not there; was it moved or removed? If moved, give its folder"
+        )
     return RunRef(RunDir(found), text)
 
 

@@ -89,9 +89,9 @@ class Loop:
         max_epochs = self._config.training.max_epochs
         self._batches.prefetch(self._status())
         self._metrics.start_clock()
-        self._run.watchdog.stop_seconds = 0.0
         if self._validation.is_due:
             self._validation.make_up(state.step, self._validating)
+        self._run.watchdog.stop_seconds = 0.0
         while not self._has_ended():
             self._run.watchdog.progress(f"waiting for the batch after step {state.step}")
             batch = next_with_pairs(self._receive, lambda: self._batches.start_epoch(self._status()), max_epochs)
@@ -219,16 +219,17 @@ class Loop:
         self._metrics.log(self.state, self._run.learning_rate(max(1, self.state.step)), stopped)
 
     def _save(self) -> None:
+        stopped = self._run.watchdog.stop_seconds
         self._errors.compare(self.state.step)
         self._saver.save(self.state.step, self._checkpoint_state)
-        self._run.watchdog.stop_seconds = 0.0  # what fell into a pause is excluded with it
+        self._run.watchdog.stop_seconds = stopped  # a stop within a pause is excluded with it
 
     def _validate(self) -> None:
         """Measures the validation corpora; a checkpoint of this step that is in flight gets the scores (collective)."""
-        step = self.state.step
+        step, stopped = self.state.step, self._run.watchdog.stop_seconds
         self._validation.validate(step, self._validating)
         self._saver.complete(step, self._validation.state(step))
-        self._run.watchdog.stop_seconds = 0.0
+        self._run.watchdog.stop_seconds = stopped
 
     def _validating(self) -> None:
         self._run.watchdog.progress(f"validating after step {self.state.step}")

@@ -78,7 +78,7 @@ def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
     """Returns those whose metric was measured with the settings of the newest one that has it, the best first."""
     known = {}
     for path in paths:
-        with suppress(OSError):  # it is gone, or its disk does not answer
+        with suppress(FileNotFoundError):  # it is gone; one whose disk does not answer may be the best: that is raised
             if found := _validated(path, metric, patiently(path, path.stat).st_mtime_ns):
                 known[path] = found
     kinds = [kind for _, kind in known.values() if kind is not None]

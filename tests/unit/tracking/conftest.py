@@ -53,13 +53,14 @@ def no_address_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "runs" / "a_run")
+    run_dir = RunDir(tmp_path / "runs" / "a_run")
+    run_dir.path.mkdir(parents=True)
+    return run_dir
 
 
 @pytest.fixture
 def stored_run_dir(run_dir: RunDir, empty_database: Path) -> RunDir:
     """A run folder beside a store that exists already."""
-    run_dir.path.mkdir(parents=True)
     shutil.copy(empty_database, run_dir.path.parent / "mlflow.db")
     return run_dir
 

@@ -154,7 +154,6 @@ def test_a_memory_that_cannot_be_used_is_a_warning_and_delivery_begins_again(
 
 
 def test_what_a_spool_that_was_replaced_by_a_shorter_one_holds_is_sent(run_dir: RunDir) -> None:
-    run_dir.path.mkdir(parents=True)
     add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
     DeliveryState("a run", outbox_offset=1000, ahead={"words": 5}).save(run_dir.tracking)
     assert not has_arrived(run_dir)

@@ -12,6 +12,7 @@ from dist_transformer.tracking.tracker import Tracker
 
 def test_the_table_of_a_profile_is_a_file_of_the_run_wherever_its_folder_is_by_then(tmp_path):
     run_dir, sent = RunDir(tmp_path / "run"), list[object]()
+    run_dir.path.mkdir()
     Tracker(run_dir, TrackingConfig(), "run", tmp_path, "uid").profile_written(run_dir.profile / "profile_rank0.md")
     run_dir.path.rename(tmp_path / "moved")
     moved = RunDir(tmp_path / "moved")
