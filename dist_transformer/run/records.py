@@ -30,7 +30,7 @@ _TYPES: dict[Any, tuple[str, ...]] = {
           "description", "source", "reference", "translation", "corpus", "batch_digest"),
     _WHOLE: ("step", "starts", "exit_code", "attempt", "num_ranks", "pid", "since_step", "went_on_from", "best_step",
              "task", "pairs", "beam_size", "number", "source_vocabulary", "target_vocabulary", "newest_step",
-             "without_progress"),
+             "without_progress", "suspended"),
     _MOMENT: ("time", "started", "began", "before_seen", "save_seconds", "write_seconds", "validation_seconds", "stop_seconds"),
     _NUMBER: ("target_tokens", "data_wait_share", "learning_rate", "tokens_per_second", "exact_match", *MEASURES),
     bool: ("requeued", "is_best", "fixed", "by_hand"),
