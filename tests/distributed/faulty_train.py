@@ -228,11 +228,11 @@ def install_long_records() -> None:
             heard.write_text(heard.read_text() + "." if heard.exists() else ".")
         progress(watchdog, doing)
 
-    def long_rewind(*arguments: object) -> None:
+    def long_rewind(*arguments: object, in_place: bool = False) -> None:
         deadline = time.monotonic() + 60
         while not heard.exists() or len(heard.read_text()) < 2:
             assert time.monotonic() < deadline, "rank 1 heard nothing"
-        rewind(*arguments)
+        rewind(*arguments, in_place=in_place)
 
     Watchdog.progress, MetricsLog.rewind = noted, long_rewind
 

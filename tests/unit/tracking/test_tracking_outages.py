@@ -230,7 +230,8 @@ def test_an_artifact_store_that_takes_nothing_holds_up_neither_the_curves_nor_th
             assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(
                 stored_run_dir
             )
-            assert not closed.done(), "the configuration has not been taken"
+            if isinstance(error, RuntimeError):  # for want of a package the configuration is skipped
+                assert not closed.done(), "the configuration has not been taken"
         finally:
             patch.undo()  # so that it is taken, and the end comes
             closed.result()
