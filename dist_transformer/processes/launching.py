@@ -245,7 +245,7 @@ def _named_failure(who: str, code: int) -> int:
 
 
 def free_port() -> int:
-    """Returns a TCP port of this machine that nobody listens on; the kernel gives those above to others before it is used."""
+    """Returns a TCP port of this machine that nobody listens on, below those that the kernel gives to whoever asks for any."""
     for port in (*random.SystemRandom().sample(range(10_000, 30_000), 100), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,6 +1,7 @@
 """Window builders that go wrong, for tests of loader processes. Requests are told apart by the number of their window."""
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -46,13 +47,6 @@ class FaultyBuilder:
     def wait_for_a_dead_disk(self) -> None:
         threading.Event().wait()
 
-    def stop_the_trainer(self) -> None:
-        trainer = int(os.environ["TRAINER"])
-        time.sleep(0.5)  # until it waits for this window
-        os.kill(trainer, signal.SIGSTOP)
-        time.sleep(2.5)
-        os.kill(trainer, signal.SIGCONT)
-
     def divide_by_zero(self) -> None:
         self.bad_window // 0
 
@@ -91,10 +85,20 @@ def hang_in_window_one() -> None:
 
 
 def be_stopped_in_window_one() -> None:
-    """A program of its own: waits at most 2 s for a window, and is stopped meanwhile for longer, as by a suspension."""
-    os.environ["TRAINER"] = str(os.getpid())
-    settings = SimpleNamespace(num_workers=1, stall_seconds=60)
-    windows = stream(FaultyBuilder(1, "stop_the_trainer"), settings=settings)
+    """A program of its own: waits for a window for at most a second, in which it is suspended for an hour by its clock."""
+    settings, clock = SimpleNamespace(num_workers=1, stall_seconds=60), SimpleNamespace(stopped=0.0)
+    windows = stream(FaultyBuilder(1, "no_fault"), settings=settings)
     windows.take(request(0))
-    settings.stall_seconds, workers.STOPPED_SECONDS = 2, 0.5
+    (process,) = windows._processes
+    next_built = process.next_built
+
+    def stopped_at_first(seconds: float) -> Any:
+        if clock.stopped:
+            return next_built(PATIENT.stall_seconds)
+        clock.stopped = 3600.0
+        raise queue.Empty
+
+    settings.stall_seconds = 1
+    process.next_built = stopped_at_first
+    workers.time = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.stopped, sleep=time.sleep)
     print(windows.take(request(1)).row_ids[0])

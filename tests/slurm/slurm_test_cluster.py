@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_SECONDS = 600.0
-"""Of who waits for what takes seconds: the machine may be busy, and a node that was lost is noticed after some more."""
+"""Longest wait for what takes seconds: the machine may be busy, and a node that was lost is noticed after some more."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dist_transformer.run.lock import STALE_BEATS, RunLock, while_nobody_trains
 
 BEAT_SECONDS = 0.05
 PATIENT_BEAT_SECONDS = 2.0
-"""Of one that looks at a living holder, which may miss many of its short beats in a busy moment."""
+"""Beat by which one judges a living holder, which may miss many of its short beats in a busy moment."""
 ELSEWHERE = {
     "host": "far",
     "boot": "another machine",
