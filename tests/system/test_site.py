@@ -35,6 +35,7 @@ def test_the_page_of_settings_is_what_their_definitions_say():
             assert f"| `{key}` |" in page, f"{section}.{key}"
 
 
+@pytest.mark.slow
 def test_every_page_of_docs_and_what_it_links_to_is_on_the_site(site):
     for page in (REPOSITORY / "docs").glob("*.md"):
         assert (site / f"{page.stem}.html").is_file()
@@ -45,6 +46,7 @@ def test_every_page_of_docs_and_what_it_links_to_is_on_the_site(site):
     assert "<code>tok:spaces|smooth:none</code>" in (site / "reproduce.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_link_to_nothing_fails_the_build(tmp_path):
     copy = tmp_path / "copy"
     (copy / "docs").mkdir(parents=True)

@@ -7,6 +7,8 @@ import sys
 import pytest
 from running import NOT_INHERITED, without
 
+pytestmark = pytest.mark.slow
+
 NEEDLESS = {"mlflow.tracking", "pandas", "sympy", "torch._dynamo", "torch._inductor", "datasets", "transformers"}
 
 
@@ -27,7 +29,6 @@ def test_a_rank_that_is_named_in_part_ends_with_one_message(command):
     assert not (command.folder / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_to_its_model_folder_imports_neither_a_compiler_nor_what_only_others_use(command, stage):
     command("prepare", "small.yaml")  # which needs some of them

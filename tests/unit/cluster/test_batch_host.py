@@ -17,6 +17,8 @@ from batch_job_helpers import RECORD, Slurm, wait_for
 from dist_transformer.cluster.batch_host import TRIES, watch
 from dist_transformer.cluster.requeue import note_begin
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:

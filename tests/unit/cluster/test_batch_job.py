@@ -15,6 +15,7 @@ from dist_transformer.cluster import silent_nodes
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.files import read_json
 
+pytestmark = pytest.mark.slow
 FAILS = 'echo "1 n2" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137'
 
 

@@ -16,6 +16,7 @@ from dist_transformer.distributed.group import LastCollective, explain
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.training.watchdog import Watchdog
 
+pytestmark = pytest.mark.slow
 WATCHED = """
 import threading
 from dist_transformer.distributed import group
