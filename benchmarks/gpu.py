@@ -46,7 +46,7 @@ from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import group
-from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.group import Fetched, Ranks
 from dist_transformer.model import attention
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
@@ -239,8 +239,8 @@ def _be_a_case(case: Case) -> None:
 def _engine(case: Case, ranks: Ranks) -> Engine:
     torch.manual_seed(SEED)
     model = Transformer(ModelConfig(preset=case.preset), case.vocabulary, case.vocabulary, PAD_ID).to(ranks.device)
-    if case.lever == FLASH:
-        attention.EFFICIENT_UP_TO = 0
+    if case.lever in (FLASH, MATRICES):  # the length from which flash attention is on
+        attention.EFFICIENT_UP_TO = 0 if case.lever == FLASH else sys.maxsize
     torch.backends.cuda.enable_mem_efficient_sdp(case.lever != MATRICES)
     training = _training(case)
     objective = Objective(model, training.label_smoothing, training.precision)
@@ -291,8 +291,9 @@ def _pass_seconds(
         for first in range(0, len(batches), at_once):
             loss, _ = pass_forward(engine, batches[first : first + at_once], ranks.device)
             engine.backward(loss, tokens, is_last=first + at_once >= len(batches))
+        loss_sum = Fetched(loss.detach())  # as in the training loop: reading it does not wait for the update
         engine.step(1e-4)
-        float(loss.detach())  # as in the training loop; waits for the step
+        loss_sum.value()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began

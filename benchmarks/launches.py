@@ -5,7 +5,7 @@
 Counted by a dispatch mode on a CPU, on one rank of ZeRO 1, with the kernels that are for CPUs only (model/cpu_kernels.py)
 replaced by the ones that a GPU gets; views start nothing and are left out. On a GPU each operation is at least one kernel
 launch, of some five microseconds of the host's time. Sizes do not change the counts, but for the chunks of the loss. Not
-counted: the three copies of a micro-batch to the device, and of several ranks two collectives for each bucket of gradients.
+counted: the copy of a micro-batch to the device, and of several ranks two collectives for each bucket of gradients.
 
 A step is a micro-batch, one more, which adds to its gradients, a last one, which sends them too, and the update.
 """

@@ -1,6 +1,6 @@
 """Attention of many short rows that lie end to end, by kernels in Triton (row_kernels.py), against torch's, row by row.
 
-    python benchmarks/row_attention.py    # errors, and times on a GPU; without one: TRITON_INTERPRET=1 and Triton
+    python benchmarks/row_attention.py    # errors, and times on a GPU; without: TRITON_INTERPRET=1, Triton, numpy below 2.4
 
 CUDA's attention kernels of torch work on blocks of 64 or 128 positions, sentences have 30.
 
@@ -176,7 +176,7 @@ def main() -> None:
     """Prints the errors of the kernels, and their times on a GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if importlib.util.find_spec("triton") is None or (device == "cpu" and not os.environ.get("TRITON_INTERPRET")):
-        print("not checked: this needs Triton, and a GPU or TRITON_INTERPRET=1")
+        print("not checked: this needs Triton, and a GPU or TRITON_INTERPRET=1 with numpy below 2.4")
         return
     for dtype in (torch.float32, torch.bfloat16 if device == "cuda" else torch.float16):
         for longest in (20, 100, 300):

@@ -226,6 +226,9 @@ class _Probe:
             self._module.round_layers()
         for parameter in self._module.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        if training.compile_layers:
+            self._module.compile_layers()
+            self._pass(Shape(3, 5, 7))  # to compile, once for all lengths, takes seconds and memory that no batch does
         give_back(device)
         self._before = begin_peak(device)
 
@@ -235,12 +238,14 @@ class _Probe:
         for shape in shapes:
             progress()
             started = time.monotonic()
-            loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
-            loss.backward()
-            del loss
+            self._pass(shape)
             most = peak(self._device)  # waits for the GPU
             slowest = max(slowest, time.monotonic() - started)
         return max(0, most - self._before), slowest
+
+    def _pass(self, shape: Shape) -> None:
+        loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
+        loss.backward()
 
 
 def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

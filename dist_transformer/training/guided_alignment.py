@@ -79,7 +79,8 @@ class GuidedAlignment:
         return (torch.arange(token_BT.shape[1], device=token_BT.device) + 0.5) / lengths_B1
 
     def _see(self, _module: CrossAttention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
+        is_recomputed = torch._C._current_graph_task_id() != -1  # in a backward pass, by activation checkpointing
+        if torch.is_grad_enabled() and not is_recomputed:
             self._seen = inputs[0], inputs[1], named.get("joined")
 
     def _loss(self, input_BTD: Tensor, memory_BSD: Tensor, source_BS: Tensor, target_BT: Tensor) -> Tensor:

@@ -242,6 +242,15 @@ def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_f
     assert pickle.dumps(found) == pickle.dumps(int(found))  # a plain number: it goes into JSON
 
 
+def test_the_search_measures_layers_that_are_compiled_if_those_of_training_are(ranks, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Objective, "compile_layers", lambda objective: compiled.append(objective))
+    objective, training = objective_of(), TrainingConfig(precision="fp32", compile_layers=True)
+    find_max_tokens(objective, allowance(ranks).bytes - 60_000_000, data_of("auto", 16), ranks, training)
+    (one,) = compiled
+    assert one is not objective  # that one is compiled when it is in the engine's precision
+
+
 def failing_above(most_tokens, error):
     """An objective whose products fail as a GPU's do that has no memory left beside torch's allocator."""
 

@@ -107,6 +107,13 @@ def test_cross_attention_learns_the_alignment_in_every_stage(ranks, batches, sta
     assert learned[-1] < 0.9 * min(without)
 
 
+def test_activation_checkpointing_which_computes_the_layer_again_holds_nothing_over_the_step(batches):
+    objective = guided(lexicon_of(batches), activation_checkpointing=True)
+    loss, _ = objective(*batches[0])
+    loss.backward()
+    assert objective.second_loss.__self__._seen is None
+
+
 def test_batches_of_one_pass_have_the_loss_that_they_have_alone(batches):
     objective, plain = guided(lexicon_of(batches)), guided(lexicon_of(batches), weight=0.0)
     alone = sum(objective(*batch)[0] for batch in batches[:3])
