@@ -8,7 +8,7 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.loaded_model import load_models, model_folder_of
-from dist_transformer.distributed.devices import device_of_rank
+from dist_transformer.distributed.group import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import is_exported
 from dist_transformer.interop.model_folder import tokenizer_files

@@ -13,7 +13,7 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.cpu_packed import packed_for_decoding
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_lines
-from dist_transformer.distributed.devices import device_of_rank
+from dist_transformer.distributed.group import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
 from dist_transformer.model.transformer import Transformer

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dist_transformer.distributed.devices import device_of_rank
-from dist_transformer.distributed.group import join, leave
+from dist_transformer.distributed.group import device_of_rank, join, leave
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from dist_transformer.files import write_json
 from dist_transformer.preflight import network_benchmarks, node_benchmarks

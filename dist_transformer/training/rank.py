@@ -17,8 +17,7 @@ from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.schema import Config
 from dist_transformer.data.prepare.progress import prepare_for_training
 from dist_transformer.distributed import group
-from dist_transformer.distributed.devices import has_gpus
-from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.group import Ranks, has_gpus
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError, say
 from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder

@@ -7,7 +7,7 @@ import torch
 
 from dist_transformer.config.schema import Config
 from dist_transformer.distributed import group
-from dist_transformer.distributed.devices import has_gpus
+from dist_transformer.distributed.group import has_gpus
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.run.folder import RunDir
