@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.errors import CheckpointError
-from dist_transformer.interop.averaging import average_weights
+from dist_transformer.training.checkpoint.final_model import average_weights
 
 
 def random_weights(count: int) -> list[dict[str, Tensor]]:
