@@ -8,12 +8,16 @@ A start in four calls; between them training appends to metrics.jsonl, which the
     tracker.close("FINISHED")
 """
 
+import getpass
 import logging
 import math
 import os
+import platform
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +30,6 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_line, event_line, read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.content import UPLOAD_MEGABYTES, megabytes_of
-from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import send_model
 from dist_transformer.tracking.outbox import (
     CHANNELS,
@@ -51,6 +54,9 @@ BUSY_SECONDS = 60.0
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 STORE = "mlflow.db"
+
+_WORDS = {"model": "{} model", "languages": "{}", "precision": "{}"}
+_COUNTS = {"num_ranks": "rank", "num_nodes": "node"}
 
 SYNC_ATTEMPTS = 3
 SYNC_WAIT_SECONDS = 1.0
@@ -155,6 +161,40 @@ class Tracker:
         while self._pending:
             add_line(self._run_dir.tracking_events, self._pending[0])
             del self._pending[0]
+
+
+def standard_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """The tags that MLflow's pages have columns for: user, source, git commit."""
+    found = {
+        "mlflow.source.name": " ".join(["dist-transformer", *sys.argv[1:]]),
+        "mlflow.source.type": "JOB" if "SLURM_JOB_ID" in os.environ else "LOCAL",
+    }
+    with suppress(KeyError, OSError, ImportError):  # a container may not know the user's name
+        found["mlflow.user"] = getpass.getuser()
+    if "git_commit" in tags:
+        found["mlflow.source.git.commit"] = tags["git_commit"]
+    return found
+
+
+def description(tags: Mapping[str, str], datasets: Sequence[Mapping[str, Any]], run_folder: Path) -> str:
+    """A few lines in Markdown: model, corpora, hardware, location of the run folder. Unknown items are omitted:
+
+    base model of 63,000,000 parameters, en-de, fp16, 16 ranks, 2 nodes
+    - wmt14 (training): 4,500,000 rows
+    - run folder: n1:/runs/wmt14
+    """
+    first = [text.format(tags[key]) for key, text in _WORDS.items() if key in tags]
+    first += [f"{tags[key]} {noun}{'' if tags[key] == '1' else 's'}" for key, noun in _COUNTS.items() if key in tags]
+    if {"model", "num_parameters"} <= tags.keys():
+        first[0] += f" of {int(tags['num_parameters']):,} parameters"
+    lines = [", ".join(first), *(f"- {_corpus(values)}" for values in datasets)]
+    return "\n".join([*lines, f"- run folder: {platform.node()}:{run_folder.absolute()}"])
+
+
+def _corpus(values: Mapping[str, Any]) -> str:
+    context = f" ({values['context']})" if "context" in values else ""
+    rows = f": {values['rows']:,} rows" if "rows" in values else ""
+    return f"{values['name']}{context}{rows}"
 
 
 def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Delivery:

@@ -19,10 +19,9 @@ from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import mlflow_models
-from dist_transformer.tracking.description import description
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import ServerRefused
-from dist_transformer.tracking.tracker import Tracker, sync
+from dist_transformer.tracking.tracker import Tracker, description, sync
 
 UID = "id of this run"
 CORPORA = [
