@@ -22,8 +22,7 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.translate import translate_lines
-from dist_transformer.interop.argos import export_argos
-from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+from dist_transformer.interop.ctranslate2_export import export_argos, export_ctranslate2
 from dist_transformer.interop.model_folder import load_model_folder
 
 VERSION = "1.11.0"

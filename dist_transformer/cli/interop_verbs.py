@@ -35,8 +35,7 @@ def export_command(
 ) -> None:
     """Write a model folder in the format of another program, tokenizer included."""
     from dist_transformer.decoding.loaded_model import model_folder_of
-    from dist_transformer.interop.argos import export_argos
-    from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+    from dist_transformer.interop.ctranslate2_export import export_argos, export_ctranslate2
     from dist_transformer.interop.marian import export_marian
     from dist_transformer.interop.marian_npz import export_marian_npz
     from dist_transformer.interop.model_folder import load_model_folder

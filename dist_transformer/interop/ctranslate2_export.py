@@ -2,30 +2,41 @@
 
 The exported folder holds CTranslate2's own files and, for the text, our sentencepiece models and
 `dist_transformer.json`. Its vocabulary names each row of the model by its piece: input and output are pieces.
+
+A package of Argos Translate is a zip with CTranslate2's files, the sentencepiece model and metadata.
 """
 
+import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor, nn
 
+from dist_transformer.config.data_checks import language_code
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.data.tokenizer.model_file import names_of_rows, read_pieces_file, texts
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.files import read_json, write_json, write_text
+from dist_transformer.files import read_json, replacing, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_card import CARD, exported_card
 from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, LoadedModel, ModelInformation, card_of
 from dist_transformer.interop.shortlist import VOCABULARY_MAP, read_lexicon, vocabulary_map
 from dist_transformer.model.layers import AddAndNorm, FeedForward
+from dist_transformer.run.outputs import is_stream, writing
 
 INFORMATION = "dist_transformer.json"
+NAMES = "ar:Arabic cs:Czech de:German en:English es:Spanish fr:French it:Italian ja:Japanese nl:Dutch pl:Polish pt:Portuguese "
+NAMES += "ru:Russian sv:Swedish tr:Turkish uk:Ukrainian zh:Chinese"
+"""Names of languages that Argos Translate shows; of others it shows the code."""
 LONGEST_TOKENS = 1024
 """Positions written into the exported model if ours has no limit: in fp32, they are a large part of a small int8 model."""
 
@@ -70,6 +81,39 @@ def export_ctranslate2(
         of_code = {"target_model": SOURCE_MODEL if files.target is None else TARGET_MODEL, "end": end, "never": never}
         card = exported_card("ctranslate2", card_of(loaded), asdict(about), limit=limit, **of_code)
         write_text(folder / CARD, card)
+
+
+def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
+    """Writes a file for `argostranslate.package.install_from_path`; `quantization` as for `export_ctranslate2`. Raises
+    UserError: the model has two sentencepiece models, or no languages, or CTranslate2 cannot have it."""
+    if loaded.tokenizer_files.target is not None:
+        raise UserError("--to argos: a package has one sentencepiece model, this one two: train tokenizer.shared: true")
+    about = loaded.information
+    source, target = language_code(about.source_language), language_code(about.target_language)
+    if not (source.isalnum() and target.isalnum()):
+        raise UserError(
+            "--to argos: no codes of languages: set source_language and target_language in the model's config.json, as en and de"
+        )
+    metadata = {"package_version": "1.0", "argos_version": "1.0", "from_code": source, "to_code": target}
+    names = dict(each.split(":") for each in NAMES.split())
+    metadata |= {"from_name": names.get(source, source), "to_name": names.get(target, target)}
+    with writing(out), TemporaryDirectory() as temporary:
+        model = Path(temporary) / "model"
+        export_ctranslate2(loaded, model, quantization)
+        for name in (INFORMATION, CARD):
+            (model / name).unlink()
+        contents: dict[str, str | bytes] = {
+            **{f"model/{path.name}": path.read_bytes() for path in model.iterdir()},
+            # Argos gives CTranslate2 the pieces of a sentence without their end.
+            "model/config.json": json.dumps({**read_json(model / "config.json"), "add_source_eos": True}),
+            "metadata.json": json.dumps(metadata),
+            "README.md": exported_card("argos", card_of(loaded), asdict(about)),
+        }
+        contents["sentencepiece.model"] = contents.pop(f"model/{SOURCE_MODEL}")
+        opened = out.open("wb") if is_stream(out) else replacing(Path(os.path.realpath(out)))  # a link stays a link
+        with opened as file, ZipFile(file, "w") as package:
+            for name, content in sorted(contents.items()):  # without times: equal models become equal packages
+                package.writestr(ZipInfo(f"translate-{source}_{target}/{name}"), content, ZIP_DEFLATED)
 
 
 def load_exported(folder: Path) -> tuple[ModelInformation, int | None]:

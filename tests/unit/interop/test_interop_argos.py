@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from dist_transformer.cli.main import app
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import UserError
-from dist_transformer.interop.argos import export_argos
-from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+from dist_transformer.interop.ctranslate2_export import export_argos, export_ctranslate2
 
 
 def test_a_package_has_what_argos_reads_and_translates_pieces_without_their_end_as_ours_with_it(tmp_path: Path):
