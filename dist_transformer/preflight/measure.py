@@ -14,7 +14,7 @@ import torch
 from dist_transformer.distributed.group import device_of_rank, join, leave
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from dist_transformer.files import write_json
-from dist_transformer.preflight import network_benchmarks, node_benchmarks
+from dist_transformer.preflight import benchmarks
 from dist_transformer.preflight.outliers import DONE, REACHES_FIRST
 from dist_transformer.preflight.report import rank_file
 from dist_transformer.processes.stacks import host_name
@@ -59,14 +59,14 @@ def measure(folder: Path, run_folder: Path, end: float) -> int:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     )
     path = rank_file(folder, record.rank)
-    record.versions = node_benchmarks.versions()
+    record.versions = benchmarks.versions()
     record.measures |= {
-        **node_benchmarks.counts(),
-        **node_benchmarks.memory(device),
-        "matmul_tflops": node_benchmarks.matmul_tflops(device),
+        **benchmarks.counts(),
+        **benchmarks.memory(device),
+        "matmul_tflops": benchmarks.matmul_tflops(device),
     }
     if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node at once would disturb each other
-        measures, warnings = node_benchmarks.disk(run_folder)
+        measures, warnings = benchmarks.disk(run_folder)
         record.measures |= measures
         record.warnings += warnings
     record.together = record.together if record.num_ranks > 1 else DONE
@@ -84,9 +84,9 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
             by_node.setdefault(node, []).append(rank)
         nodes = list(by_node.values())
         steps: dict[str, Callable[[], dict[str, float]]] = {
-            "the all-reduce": lambda: network_benchmarks.all_reduce(ranks),
-            "the exchange": lambda: network_benchmarks.exchange(ranks, nodes),
-            "the clocks": lambda: network_benchmarks.clock(ranks),
+            "the all-reduce": lambda: benchmarks.all_reduce(ranks),
+            "the exchange": lambda: benchmarks.exchange(ranks, nodes),
+            "the clocks": lambda: benchmarks.clock(ranks),
         }
         for name, step in steps.items():
             record.together = f"was not done with {name} within the time limit"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dist_transformer.preflight import node_benchmarks
-from dist_transformer.preflight.network_benchmarks import partners, ring_rounds
+from dist_transformer.preflight import benchmarks
+from dist_transformer.preflight.benchmarks import partners, ring_rounds
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
@@ -38,28 +38,26 @@ def test_a_gpu_that_only_emulates_bf16_is_measured_in_fp16(monkeypatch, is_nativ
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or is_native
     )
     monkeypatch.setattr(torch, "randn", lambda *sizes, device: random(2, 2))
-    monkeypatch.setattr(
-        node_benchmarks, "_products_a_second", lambda a, b, seconds: types.append((a.dtype, b.dtype)) or 1.0
-    )
-    node_benchmarks.matmul_tflops(torch.device("cuda", 0))
+    monkeypatch.setattr(benchmarks, "_products_a_second", lambda a, b, seconds: types.append((a.dtype, b.dtype)) or 1.0)
+    benchmarks.matmul_tflops(torch.device("cuda", 0))
     assert set(types) == {(expected, expected)}
 
 
 def test_the_disk_is_measured_with_a_file_that_does_not_stay(tmp_path):
-    measures, warnings = node_benchmarks.disk(tmp_path)
+    measures, warnings = benchmarks.disk(tmp_path)
     assert min(measures.values()) > 0.0
     assert list(tmp_path.iterdir()) == []
     assert all("GB are free" in text for text in warnings)
 
 
 def test_a_disk_that_cannot_be_written_has_the_speed_0_and_is_named(tmp_path):
-    measures, warnings = node_benchmarks.disk(tmp_path / "gone")
+    measures, warnings = benchmarks.disk(tmp_path / "gone")
     assert measures == {"disk_write_mb_per_second": 0.0}
     assert str(tmp_path / "gone") in warnings[0]
 
 
 def test_little_free_space_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_benchmarks, "LOW_SPACE_GB", 1e9)
-    _, warnings = node_benchmarks.disk(tmp_path)
+    monkeypatch.setattr(benchmarks, "LOW_SPACE_GB", 1e9)
+    _, warnings = benchmarks.disk(tmp_path)
     assert len(warnings) == 2
     assert f"GB are free in {tmp_path}" in warnings[0]
