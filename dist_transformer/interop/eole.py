@@ -17,8 +17,7 @@ from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.model_file import ending_with_padding, read_pieces_file
 from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled, read_tensors
-from dist_transformer.interop.marian import save_imported
-from dist_transformer.interop.marian_settings import model_of
+from dist_transformer.interop.marian import model_of, save_imported
 from dist_transformer.interop.marian_vocabulary import numbered_pieces, read_object, renumber, special_pieces
 from dist_transformer.interop.marian_weights import layer_tensors
 

@@ -25,8 +25,7 @@ from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.files import write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled
-from dist_transformer.interop.marian import LENGTH_PENALTY, refuse_others, save_imported
-from dist_transformer.interop.marian_settings import model_of
+from dist_transformer.interop.marian import LENGTH_PENALTY, model_of, refuse_others, save_imported
 from dist_transformer.interop.marian_vocabulary import (
     SOURCE,
     TARGET,

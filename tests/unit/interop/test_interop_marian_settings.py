@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dist_transformer.errors import DataError, UserError
-from dist_transformer.interop.marian import import_marian
-from dist_transformer.interop.marian_settings import read_settings
+from dist_transformer.interop.marian import import_marian, read_settings
 from dist_transformer.interop.marian_vocabulary import read_tokenizer_names
 
 GIVEN: dict[str, Any] = {
