@@ -94,7 +94,7 @@ class Case:
         confirming = time.perf_counter()
         saved = self._saver.finish()
         finish_seconds = time.perf_counter() - confirming
-        assert saved is not None and saved.path is not None, saved  # noqa: PT018
+        assert saved is not None and saved.problem is None, saved  # noqa: PT018
         slowed_seconds = sum(seconds - alone for seconds in steps)
         still_seconds = begin_seconds + finish_seconds
         figures = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer
-from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter, PendingSave
 from dist_transformer.training.engine.bit_sums import sums_by_part
 from dist_transformer.training.engine.optimizer import PARTS
 from dist_transformer.training.engine.sharded_state import Fragment
@@ -124,12 +124,12 @@ def state_of(step: int, **values: Any) -> dict[str, Any]:
     return {"step": step, "run_id": RUN_ID, "validation": None, "position": {}, "recipe": {}, **counts, **values}
 
 
-def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[Saved]:
+def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[PendingSave]:
     """A checkpoint of the `MemoryEngine` with seed `step`, written by so many ranks; what each was told."""
     attempts = state.pop("save_attempts", 1)
     parts = state.pop("parts", ("weight", "exp_avg"))
 
-    def work(ranks: ThreadRanks) -> Saved | None:
+    def work(ranks: ThreadRanks) -> PendingSave | None:
         run_dir.path.mkdir(exist_ok=True)
         saver = AsyncWriter(run_dir, ranks, lambda doing: None)
         saver.begin(MemoryEngine(step, ranks.rank, num_ranks, parts), state_of(step, **state))

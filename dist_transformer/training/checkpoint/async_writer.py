@@ -58,21 +58,6 @@ MARGIN_BYTES = 2**20
 """Space for the small files and the filesystem itself."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Result of a save, the same on every rank."""
-
-    step: int
-    path: Path | None
-    """Folder of the checkpoint; None: the save was given up."""
-    problem: str | None
-    """Reason for giving up, the checkpoint that remains, and what to do."""
-    seconds: float
-    """Time from `begin` until all files were on disk."""
-    was_there: bool = False
-    """True if an earlier start had written the checkpoint: nothing was done."""
-
-
 class AsyncWriter:
     """Writes the checkpoints of a run, one at a time, in the background.
 
@@ -119,8 +104,8 @@ class AsyncWriter:
         """True while this rank's file is not on disk."""
         return self._pending is not None and self._pending.writer is not None and self._pending.writer.is_alive()
 
-    def finish(self) -> Saved:
-        """Waits for the files of all ranks and commits them (collective).
+    def finish(self) -> "PendingSave":
+        """Waits for the files of all ranks and commits them (collective). Returns the save, the same on every rank.
 
         A save that fails is tried again from the same copy, SAVE_ATTEMPTS times in all, then given up.
         """
@@ -131,15 +116,14 @@ class AsyncWriter:
             if problem is None:
                 break
             if self._ranks.is_rank_zero:
-                log.warning("%s: %s; attempt %d of %d follows", flight.final.name, problem, attempt, SAVE_ATTEMPTS)
+                log.warning("%s: %s; attempt %d of %d follows", flight.path.name, problem, attempt, SAVE_ATTEMPTS)
             time.sleep(SECONDS_BETWEEN_ATTEMPTS)
             self._attempt(flight)
             problem = self._confirm(flight)
         self._pending = None
-        step = int(flight.state["step"])
         if problem is not None:
-            return Saved(step, None, self._ranks.from_rank_zero(lambda: self._give_up(flight, problem)), flight.seconds)
-        return Saved(step, flight.final, None, flight.seconds, flight.was_there)
+            flight.problem = self._ranks.from_rank_zero(lambda: self._give_up(flight, problem))
+        return flight
 
     def _attempt(self, flight: "PendingSave") -> None:
         """Makes an empty folder, and starts this rank's thread that writes into it (collective)."""
@@ -156,16 +140,16 @@ class AsyncWriter:
             return flight.problem
         writer = flight.writer
         assert writer is not None  # `_attempt` makes it if there was no problem
-        self._wait(writer, f"writing checkpoint {flight.final.name}")
+        self._wait(writer, f"writing checkpoint {flight.path.name}")
         results = self._ranks.all_gather_object((*writer.result(), writer.ended - flight.began))
         flight.seconds = max(seconds for *_, seconds in results)
         problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(results) if problem is not None]
         if problems:
             return "; ".join(problems[:3])
-        self._progress(f"committing checkpoint {flight.final.name}")
+        self._progress(f"committing checkpoint {flight.path.name}")
         entries = {file_name(rank): entry for rank, (entry, *_) in enumerate(results)}
         problem = self._ranks.from_rank_zero(lambda: _commit(flight, entries))
-        self._progress(f"after checkpoint {flight.final.name}")
+        self._progress(f"after checkpoint {flight.path.name}")
         return problem
 
     def _wait(self, writer: "_Writer", doing: str) -> None:
@@ -195,23 +179,26 @@ class AsyncWriter:
 
 @dataclass
 class PendingSave:
-    """A save between `begin` and `finish`."""
+    """A save, between `begin` and `finish` and after it."""
 
-    final: Path
+    path: Path
+    """Folder of the checkpoint."""
     state: dict[str, Any]
     began: float
     was_there: bool = False
+    """True if an earlier start had written the checkpoint: nothing is done."""
     needed_bytes: int = 0
     bit_sum: int = 0
     """Sum of the bits of this rank's fragments in the engine's own memory: what was copied and written is compared with it."""
     problem: str | None = None
-    """Problem of the preparation; if there is one, nothing is written."""
+    """Problem of the preparation, with which nothing is written; in the end the reason for giving up, and what to do."""
     seconds: float = 0.0
+    """Time from `begin` until all files were on disk."""
     writer: "_Writer | None" = None
 
     @property
     def temporary(self) -> Path:
-        return self.final.with_name(self.final.name + ".tmp")
+        return self.path.with_name(self.path.name + ".tmp")
 
 
 class StagingBuffer:
@@ -319,7 +306,7 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
 
 def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
     """Turns the folder into a checkpoint; rank 0, when every rank's file is on disk. Returns the problem or None."""
-    temporary, final, state = flight.temporary, flight.final, flight.state
+    temporary, final, state = flight.temporary, flight.path, flight.state
     try:
         write_json(temporary / STATE, state)
         StateFiles(temporary)  # checks that all ranks' files are visible, and that their fragments tile the tensors

@@ -74,18 +74,18 @@ class CheckpointSaver:
             self._finish(is_last=False)
 
     def _finish(self, is_last: bool) -> None:
-        started = time.monotonic()
+        started, step = time.monotonic(), self._begun
         self._flush()
         saved = self._writer.finish()
-        if saved.path is None:
+        if saved.problem is not None:
             self._begun = self._done
-            message = f"checkpoint of step {saved.step} was given up: {saved.problem}"
+            message = f"checkpoint of step {step} was given up: {saved.problem}"
             if is_last:
                 raise MachineError(message).agreed()
             log.error("save       %s; training continues, and tries again at the next one", message)
         else:
             self._done = self._begun
             if not saved.was_there:
-                self._saved(saved.step, saved.path, saved.seconds)
-                log.info("step %7d  saved %s in %.1f s", saved.step, saved.path.name, saved.seconds)
+                self._saved(step, saved.path, saved.seconds)
+                log.info("step %7d  saved %s in %.1f s", step, saved.path.name, saved.seconds)
         self._stood_still(time.monotonic() - started)
