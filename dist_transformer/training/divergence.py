@@ -7,7 +7,6 @@
 Decisions are recorded in divergence.json of the run folder, so that a later start resumes training in the same way.
 """
 
-import json
 import logging
 import math
 import time
@@ -236,7 +235,7 @@ def _read_events(run_dir: RunDir) -> list[Event]:
         return [_event(value) for value in values]
     except FileNotFoundError:
         return []
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(
             f"{run_dir.divergence}: cannot be read as the record of this run's divergences ({error}). It says with which "
             "learning rate and precision the run resumes: put it back, or remove it to resume as the configuration says."
