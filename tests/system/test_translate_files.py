@@ -1,11 +1,14 @@
 """translate and score as commands: forms of output, prefixes, ensembles, engines."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_server import quick_command
+from running import NOT_INHERITED, without
 from sacrebleu.metrics import CHRF
 from translate_command import LINES, SOURCES, invoke, make_model, refused, said
 
@@ -165,6 +168,39 @@ def test_the_lists_of_several_models_for_one_input_are_merged_as_the_message_say
         subprocess.run(["sort", "-n", "-s", tmp_path / "first", tmp_path / "second"], stdout=-1, check=True).stdout
     )
     assert said("rerank", lists, scores) == [f"second {number}" for number in range(11)]
+
+
+def test_lists_are_rescored_by_another_model_with_the_commands_of_the_page(
+    model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "translate.md").read_text(encoding="utf-8")
+    (block,) = (each for each in re.findall(r"(?:^    .+\n)+", page, re.MULTILINE) if "candidates.de" in each)
+    lines = ["a ||| b", *LINES[3:]]
+    (tmp_path / "input.en").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "my-first").symlink_to(model)
+    (tmp_path / "runs" / "de-en").symlink_to(other_model)
+    with quick_command(tmp_path, without(NOT_INHERITED)) as path:
+        environment = {**without(NOT_INHERITED), "PATH": path}
+        subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, env=environment, check=True)
+
+    def written(name: str) -> list[str]:
+        return (tmp_path / name).read_text(encoding="utf-8").split("\n")[:-1]
+
+    objects = map(json.loads, said("translate", model, "--n-best", 8, "--beam", 8, "--json", lines=lines))
+    found = [(number, each) for number, line in enumerate(objects) for each in line["translations"]]
+    assert written("sources.en") == [lines[number] for number, _ in found]
+    assert written("candidates.de") == [each["text"] for _, each in found]
+    given = said("score", other_model, "--source", tmp_path / "candidates.de", "--target", tmp_path / "sources.en")
+    sums = [float(line) for line in written("sums.txt")]
+    assert sums == pytest.approx(
+        [each["log_probability"] + float(score) for (_, each), score in zip(found, given, strict=True)], rel=1e-4
+    )
+    best = [
+        max((place for place, (of, _) in enumerate(found) if of == number), key=sums.__getitem__)
+        for number in range(len(lines))
+    ]
+    assert written("output.de") == [found[place][1]["text"] for place in best]
 
 
 def test_a_plugin_is_refused_where_no_model_has_one(model: Path, other_model: Path, tmp_path: Path) -> None:
