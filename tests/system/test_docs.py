@@ -129,3 +129,15 @@ def test_the_tables_of_options_name_settings_that_exist():
     for section, key in named:
         assert section in Config.model_fields, f"{section}.{key}"
         assert key in Config.model_fields[section].annotation.model_fields, f"{section}.{key}"
+
+
+def test_the_table_of_translating_names_options_that_exist():
+    """An option without a verb before it is one of translate."""
+    table = text_of(COMING_FROM).split("\n## Translating\n")[1].split("\n## ")[0]
+    cells = [re.split(r"(?<!\\) \| ", row)[-1] for row in re.findall(r"^\| (.*) \|$", table, re.MULTILINE)]
+    spans = [span.split() for cell in cells for span in re.findall(r"`([^`]+)`", cell) if "--" in span]
+    assert len(spans) > 10
+    for words in spans:
+        command = GROUP.commands[words[0] if words[0] in GROUP.commands else "translate"]
+        known = {name for parameter in command.params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, words
