@@ -121,9 +121,16 @@ def find_max_tokens(
 
     def measure(budget: int) -> tuple[int, float] | None:
         nonlocal probe
+        shapes = largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once)
         try:
-            probe = probe or _Probe(module, ranks.device, training)
-            return probe.measure(largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once), progress)
+            if probe is None:
+                probe = _Probe(module, ranks.device, training)
+                if (
+                    training.compile_layers
+                ):  # for one row, and for more: takes seconds and memory that no later pass does
+                    probe.measure(shapes, progress)
+                probe.begin()
+            return probe.measure(shapes, progress)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -228,9 +235,12 @@ class _Probe:
             parameter.grad = torch.zeros_like(parameter)
         if training.compile_layers:
             self._module.compile_layers()
-            self._pass(Shape(3, 5, 7))  # to compile, once for all lengths, takes seconds and memory that no batch does
-        give_back(device)
-        self._before = begin_peak(device)
+        self._before = 0
+
+    def begin(self) -> None:
+        """Begins to measure; what is in memory now is not counted."""
+        give_back(self._device)
+        self._before = begin_peak(self._device)
 
     def measure(self, shapes: Sequence[Shape], progress: Callable[[], None]) -> tuple[int, float]:
         """Returns (bytes above the module and its gradients, seconds of the slowest pass)."""
@@ -238,14 +248,12 @@ class _Probe:
         for shape in shapes:
             progress()
             started = time.monotonic()
-            self._pass(shape)
+            loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
+            loss.backward()
+            del loss
             most = peak(self._device)  # waits for the GPU
             slowest = max(slowest, time.monotonic() - started)
         return max(0, most - self._before), slowest
-
-    def _pass(self, shape: Shape) -> None:
-        loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
-        loss.backward()
 
 
 def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
