@@ -309,8 +309,11 @@ def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
 def _measured(
     translations: list[str], pairs: Pairs, language: str, tokenised: Tokenised | None, metric: Plugin | None
 ) -> dict[str, Any]:
+    from dist_transformer.data.prepare.report import warn_of_cut_text
     from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores
 
+    if tokenised is None:
+        warn_of_cut_text("the references", [line for lines in pairs.references for line in lines])
     measured = corpus_scores(translations, pairs.references, language)
     if tokenised is not None:
         measured |= tokenised_scores(translations, pairs.references, tokenised, language)

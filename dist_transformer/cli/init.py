@@ -150,15 +150,19 @@ def _check_readable(corpora: Mapping[str, CorpusConfig], data: DataConfig) -> No
 
 def _surveyed(data: DataConfig) -> "Survey":
     """Reads the training text once, and prints what it is."""
+    from dist_transformer.data.prepare.report import warn_of_cut_text
     from dist_transformer.data.sources.survey import survey
 
     assert data.train is not None
     with progress_bar() as show:
         found = survey(data.train, data, lambda pairs: show("reading the text", pairs, None))
-    print(f"{found.pairs:,} pairs, {found.characters} characters, {found.repeated:.1%} repeat a source sentence")
+    print(
+        f"{found.pairs:,} pairs, {found.characters} distinct characters, {found.repeated:.1%} repeat a source sentence"
+    )
     for language, side in zip((data.source_language, data.target_language), found.sides, strict=True):
         length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
         print(f"  {language}: {side.script}; {length}")
+    warn_of_cut_text("the text", [text for pair in found.sample for text in pair])
     return found
 
 

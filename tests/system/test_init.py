@@ -115,6 +115,14 @@ def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes
     assert values(command.folder / "found it.yaml")["slurm"] == {"ranks_per_node": 1, "gpus_per_node": 1}
 
 
+def test_text_that_another_program_cut_is_warned_of(command: Command) -> None:
+    (command.folder / "cut.en").write_text("".join(f"{number} litt@@ le words\n" for number in range(40)))
+    (command.folder / "cut.de").write_text("".join(f"{number} kleine Wörter\n" for number in range(40)))
+    said = command("init", "cut.en", "cut.de", **ALONE)
+    assert "40 pairs, 25 distinct characters" in said
+    assert "the text: 40 of 80 lines look cut by subword-nmt (gir@@ l): give the text as it was before" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

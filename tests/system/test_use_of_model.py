@@ -164,6 +164,15 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
     assert "BLEU  0.00" in command("evaluate", "--hypothesis", files["ours"], "--reference", files["zh"])
 
 
+def test_evaluate_warns_of_references_that_another_program_cut(command, tmp_path):
+    cut, given = tmp_path / "cut", ("evaluate", "--hypothesis", tmp_path / "cut", "--reference", tmp_path / "cut")
+    cut.write_text("the litt@@ le girl &apos;s train\n", encoding="utf-8")
+    both = command(*given)
+    assert "the references: 1 of 1 lines look cut by subword-nmt (gir@@ l)" in both
+    assert "lines look cut by Moses (&apos; &quot; @-@): give it detokenised" in both
+    assert "look cut" not in command(*given, "--tokenised", "spaces")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -20,7 +20,7 @@ from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
-from dist_transformer.data.prepare.report import ReportedCorpus
+from dist_transformer.data.prepare.report import ReportedCorpus, warn_of_cut_text
 from dist_transformer.data.prepare.scan import (
     ReportProgress,
     all_corpora,
@@ -196,6 +196,8 @@ class Units:
     def _kept(self, name: str, batch: RawBatch, chunk: int) -> CountedRows:
         cleaner = self._cleaners[name]
         rules = [*cleaner.repetition_rules()]
+        if batch.first_row == 0:
+            warn_of_cut_text(name, [*batch.source, *batch.target])
         text = cleaner.clean(batch, load_repeated(self._hash_file(name, chunk), rules) if rules else None)
         if self._is_text(name):
             return text_rows(batch, text)

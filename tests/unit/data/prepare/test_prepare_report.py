@@ -11,6 +11,7 @@ from prepare_helpers import PAIRS, SMALL, config_of, write_text
 
 from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
+from dist_transformer.data.prepare.report import warn_of_cut_text
 from dist_transformer.data.sentences import contained
 from dist_transformer.errors import DataError
 
@@ -89,6 +90,36 @@ def test_text_that_the_tokenizer_does_not_know_is_counted_and_warned_of(
     [record] = caplog.records
     assert f"train: {expected} % of its target tokens are unknown" in record.getMessage()
     assert "unknown, %" in (folder / "report.md").read_text(encoding="utf-8")
+
+
+CUTS = {
+    "subword-nmt": "a litt@@ le gir@@ l",
+    "sentencepiece": "\u2581a \u2581little \u2581gir l",
+    "Moses": "the girl &apos;s high @-@ speed train",
+}
+
+
+@pytest.mark.parametrize("program", CUTS)
+def test_text_that_another_program_cut_is_warned_of_but_not_a_few_such_lines(
+    program: str, caplog: pytest.LogCaptureFixture
+):
+    plain = [source for source, _ in PAIRS[:96]] + [None, "", "write to me @@home", "a - b"]
+    warn_of_cut_text("train", [*plain, CUTS[program]] * 10)
+    assert not caplog.messages
+    warn_of_cut_text("train", [*plain, *[CUTS[program]] * 100])
+    [said] = caplog.messages
+    assert said.startswith(f"train: 100 of 200 lines look cut by {program} (")
+    assert said.endswith("Its BLEU is far too high")
+
+
+@pytest.mark.parametrize("on_the_fly", [False, True])
+def test_a_preparation_warns_of_cut_text_once_for_each_corpus(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_the_fly: bool
+):
+    write_text(tmp_path, [(source.replace(" ", "@@ "), target) for source, target in PAIRS[:300]])
+    report_of(tmp_path, on_the_fly=on_the_fly)
+    [said] = caplog.messages
+    assert "train: 50 of 100 lines look cut by subword-nmt" in said  # of the first batch of 50 pairs
 
 
 def test_the_report_is_a_page_with_aligned_tables_and_a_picture(tmp_path: Path):
