@@ -20,6 +20,7 @@ def average_command(
     last: Annotated[int | None, typer.Option(min=1, help="Average the newest so many checkpoints (6.1).")] = None,
     best: Annotated[int | None, typer.Option(min=1, help="Average those best by validation.metric.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
+    step: Annotated[list[int] | None, typer.Option(help="Average those of these steps; one: take it.")] = None,
 ) -> None:
     """Make a model folder of a run's checkpoints; without an option: as set by checkpoints.final_model."""
     from dist_transformer.data.manifest import Manifest
@@ -31,10 +32,11 @@ def average_command(
         "--last": Averaged("average_last", last) if last else None,
         "--best": Averaged("average_best", best) if best else None,
         "--ema": Averaged("ema") if ema else None,
+        "--step": Averaged("steps", len({*step}), tuple(step)) if step else None,
     }
     given = {option: choice for option, choice in choices.items() if choice}
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other: give one of --last, --best and --ema")
+        raise UserError(f"{' and '.join(given)} exclude each other: give one of --last, --best, --ema and --step")
     choice = next(iter(given.values()), None)
     config, run_dir = read_run_folder(run)
     output = output or run_dir.model

@@ -48,6 +48,9 @@ def model_folder_of(path: Path) -> Path:
             f"{path}: a model exported to CTranslate2, which translate --engine ctranslate2 takes; the rest needs the model "
             "folder that it was exported from"
         )
+    if path.parent.name == "checkpoints" and (step := path.name.removeprefix("step_")).isdecimal():
+        made = f"dist-transformer average {RunDir(path.parent.parent).quoted} --step {int(step)} --output FOLDER"
+        raise UserError(f"{path}: is a checkpoint, expected a model folder; a model is made of it by: {made}")
     raise UserError(
         f"{path}: holds no model (expected {path}/model.safetensors, or a run folder with model/). "
         "A run writes it at its end; before that: dist-transformer average RUN_FOLDER"

@@ -200,6 +200,17 @@ def test_a_folder_without_a_model_says_how_to_make_one(command, tmp_path):
     assert "dist-transformer average" in said
 
 
+def test_of_a_checkpoint_a_model_is_made_as_the_message_says(command, trained, tmp_path):
+    [*_, checkpoint] = sorted((trained / "checkpoints").glob("step_*"))
+    step = int(checkpoint.name.removeprefix("step_"))
+    for path in (checkpoint, trained / "checkpoints" / f"step_{step}"):  # as it is, and as it is said
+        said = refusal(command, "translate", path, text="twenty-one\n")
+        assert f"a model is made of it by: dist-transformer average {trained} --step {step} --output FOLDER" in said
+    made = command("average", trained, "--step", step, "--output", tmp_path / "model")
+    assert f"{tmp_path / 'model'}: average of {checkpoint.name}" in made
+    assert command("translate", tmp_path / "model", text="twenty-one\n").count("\n") == 1
+
+
 def test_input_that_is_not_utf8_is_named_with_its_line(trained):
     arguments = [sys.executable, "-m", "dist_transformer", "translate", trained]
     done = subprocess.run(arguments, input=b"fine\n\xff\n", capture_output=True, check=False)

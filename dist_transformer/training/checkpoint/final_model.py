@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 class Averaged:
     """Checkpoints that a model folder is made of, in the terms of checkpoints.final_model.
 
-    `count`: number of checkpoints; 1 for the moving average (ema).
+    `count`: number of checkpoints; 1 for the moving average (ema). `steps`: those of "steps", which no setting has.
     """
 
-    kind: Literal["average_last", "average_best", "ema"]
+    kind: Literal["average_last", "average_best", "ema", "steps"]
     count: int = 1
+    steps: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, settings: CheckpointConfig) -> "Averaged":
@@ -126,7 +127,12 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str, la
     """Returns the checkpoints to average, oldest first; so many of the `last` where none can be the best."""
     regular = retention.regular(run_dir, every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
-    if choice.kind == "ema":
+    if choice.kind == "steps":
+        there = {checkpoints.step_of(path): path for path in checkpoints.saved(run_dir)}
+        if missing := sorted({*choice.steps} - {*there}):
+            raise CheckpointError(f"{run_dir.checkpoints}: no step {missing[0]}, expected one of {[*there]}")
+        used = list(_complete([there[step] for step in sorted({*choice.steps})], run_id))
+    elif choice.kind == "ema":
         used = list(islice(_complete(reversed(regular), run_id), 1))
     elif choice.kind == "average_last":
         used = list(_complete(regular[-choice.count :], run_id))

@@ -79,6 +79,15 @@ def test_a_choice_goes_before_the_configuration(averaged):
     assert averaged(Averaged("average_best", 1))[0] == average_of(2)
 
 
+def test_checkpoints_are_chosen_by_their_steps_also_that_of_a_stop(averaged):
+    made_of, weights = averaged(Averaged("steps", 2, (5, 2)))
+    assert made_of == average_of(2, 5)
+    for name, mean in mean_of("weight", 2, 5).items():
+        torch.testing.assert_close(weights[name], mean)
+    with pytest.raises(CheckpointError, match=r"checkpoints: no step 7, expected one of \[2, 4, 5, 6, 8\]"):
+        averaged(Averaged("steps", 2, (2, 7)))
+
+
 def test_the_best_are_so_by_the_metric_of_validation(averaged):
     best = {"final_model": "average_best", "keep_best": 2}
     assert averaged(**best, metric="news/bleu")[0] == average_of(4, 8)
@@ -145,4 +154,4 @@ def test_without_checkpoints_there_is_no_model(averaged, run_dir, kind):
 
 def test_options_that_exclude_each_other_are_refused(run_dir):
     result = CliRunner().invoke(app, ["average", str(run_dir.path), "--last", "2", "--ema"])
-    assert "--last and --ema exclude each other: give one of --last, --best and --ema" in str(result.exception)
+    assert "--last and --ema exclude each other: give one of --last, --best, --ema and --step" in str(result.exception)
