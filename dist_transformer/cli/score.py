@@ -80,7 +80,9 @@ def rerank_command(
 
     best: list[tuple[float, str]] = []
     for number, (line, score) in enumerate(zip_longest(numbered_lines(n_best), numbered_lines(scores)), start=1):
-        if (found := _LINE.fullmatch(f"{line}\n{str(score).strip()}")) is None:
+        if line is None or score is None:
+            raise UserError(f"{n_best if line is None else scores}: ends before line {number}; give each line a score")
+        if (found := _LINE.fullmatch(f"{line}\n{score.strip()}")) is None:
             form = "NUMBER ||| TEXT ||| log_probability= ..."
             raise UserError(
                 f"line {number}: expected {form} in {n_best}, got {line!r}; a number in {scores}, got {score!r}"

@@ -124,11 +124,16 @@ def test_lists_are_reranked_by_the_scores_of_another_program(model: Path, tmp_pa
     assert len(last) == 1 + len(LINES)
     worst = ["-7" if n in last else "-inf" for n in range(len(lists))]  # as `score --too-long lowest` writes it
     assert reranked(worst) == [texts[n] for n in last]
-    for scores in (["1"] * (len(lists) - 1), ["1"] * (len(lists) + 1), ["nan"] * len(lists)):
+    for scores, message in (
+        (
+            ["1"] * (len(lists) - 1),
+            f"scores: ends before line {len(lists)}; give each line a score",
+        ),
+        (["1"] * (len(lists) + 1), f"lists: ends before line {len(lists) + 1}; give each line a score"),
+        (["nan"] * len(lists), "line 1: expected NUMBER ||| TEXT ||| log_probability= ... in"),
+    ):
         (tmp_path / "scores").write_text("".join(f"{score}\n" for score in scores), encoding="utf-8")
-        assert "expected NUMBER ||| TEXT ||| log_probability= ... in" in refused(
-            "rerank", tmp_path / "lists", tmp_path / "scores"
-        )
+        assert message in refused("rerank", tmp_path / "lists", tmp_path / "scores")
 
 
 @pytest.mark.parametrize(
