@@ -58,11 +58,10 @@ def not_held_out(data: DataConfig, recipe: dict[str, Any]) -> list[str]:
 
 def former_rules_warning(folder: Path, recipe: dict[str, Any]) -> str:
     """Returns a warning if a corpus has the rows that the rules of a former format keep, or ""."""
-    version, about = recipe.get("format"), "held-out text, numbers, markup: see docs/data.md"
-    said = (
-        f"{folder} was prepared by the rules of format {version} ({about}); for those of this version set data.prepared"
-    )
-    return "" if version == PREPARED_FORMAT else f"{said} to another folder"
+    if (version := recipe.get("format")) == PREPARED_FORMAT:
+        return ""
+    about = "held-out text, numbers, markup: see docs/data.md; for those of this version set another data.prepared"
+    return f"{folder} was prepared by the rules of format {version} ({about})"
 
 
 def recipe_of_format(version: int | None, recipe: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -114,14 +113,16 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
     if lines := differences(found, wanted):
         raise DataError(
             f"{folder}: this folder was prepared with other settings or another text:\n{lines}\n"
-            "Put it back; or set data.prepared to another folder, and for a run that has checkpoints another run.name; without "
-            "such a run, the folder may be deleted and is prepared again."
+            "Put it back; or set another data.prepared, or delete this one if no run needs it. To train a run further on it: "
+            "another run.name, training.init_from=RUN, tokenizer.source_model=RUN/model/source.model (docs/finetuning.md)."
         )
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """Returns a line for each difference between two recipes; only keys of `wanted` count."""
-    ours, theirs = flatten(wanted), flatten({key: value for key, value in found.items() if key in wanted})
+    names = {"training": "data" if wanted.get("training_order") == ["train"] else "data.mixture.corpora"}
+    both = [{names.get(key, key): side[key] for key in wanted if key in side} for side in (wanted, found)]
+    ours, theirs = map(flatten, both)
     differing = (key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
     return "\n".join(f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing)
 

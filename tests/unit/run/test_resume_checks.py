@@ -206,10 +206,10 @@ def test_a_corpus_with_which_training_goes_on_is_no_problem_of_the_checkpoint(
         ({"data": {"on_the_fly": True}}, "on_the_fly: False in the folder, True now"),
         ({"data": {"source_language": "fr"}}, "source_language: 'en' in the folder, 'fr' now"),
         ({"data": mixture_of(one={"source": "train.en", "target": "train.de"})}, "training_order: "),
-        ({"data": {"train": {**TEXT, "tags": ["<a>"]}}}, "training.train.tags: None in the folder, ['<a>'] now"),
+        ({"data": {"train": {**TEXT, "tags": ["<a>"]}}}, "data.train.tags: None in the folder, ['<a>'] now"),
         (
             {"data": {"train": {**TEXT, "filters": {"max_tokens": 77}}}},
-            "training.train.filters.max_tokens: None in the folder, 77 n",
+            "data.train.filters.max_tokens: None in the folder, 77 n",
         ),
         (
             {"data": {"train": {"source": "seen.en", "target": "seen.de"}}},

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from prepare_helpers import NUM_TRAIN, PAIRS, config_of, in_fixed_folder, read_split, write_text
+from prepare_helpers import NUM_TRAIN, PAIRS, config_of, in_fixed_folder, mixture_of, read_split, write_text
 from web_server import web_server
 
 from dist_transformer.config.schema import Config
@@ -79,10 +79,10 @@ def test_files_of_another_text_are_named_and_a_run_with_checkpoints_is_given_a_w
     with pytest.raises(DataError) as error:
         prepare(config)
     assert str(error.value).splitlines()[1:] == [
-        "  training.train.files: 2 removed (part00.de, part00.en); 2 added (part50.de, part50.en); "
+        "  data.train.files: 2 removed (part00.de, part00.en); 2 added (part50.de, part50.en); "
         "2 changed (part03.de, part03.en)",
-        "Put it back; or set data.prepared to another folder, and for a run that has checkpoints another run.name; without "
-        "such a run, the folder may be deleted and is prepared again.",
+        "Put it back; or set another data.prepared, or delete this one if no run needs it. To train a run further on it: "
+        "another run.name, training.init_from=RUN, tokenizer.source_model=RUN/model/source.model (docs/finetuning.md).",
     ]
     for number in range(12):
         for side in ("en", "de"):
@@ -90,6 +90,9 @@ def test_files_of_another_text_are_named_and_a_run_with_checkpoints_is_given_a_w
     others = in_fixed_folder(tmp_path, train={"source": "other*.en", "target": "other*.de"})
     with pytest.raises(DataError, match=r"24 added \(other00\.de, .*, other04\.en\)"):
         prepare(config_of(tmp_path, data=others))
+    corpora = mixture_of(news={"source": "other*.en", "target": "other*.de"})
+    with pytest.raises(DataError, match=r"\n  data\.mixture\.corpora\.news\.files: 24 added"):
+        prepare(config_of(tmp_path, data={**others, **corpora}))
 
 
 @pytest.mark.parametrize("name", ["train.de", "validation.en"])
