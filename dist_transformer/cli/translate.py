@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import deque
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from dist_transformer.cli import arguments as options
 from dist_transformer.cli.arguments import option_of_search
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
 
@@ -102,7 +101,7 @@ def translate_command(
     from dist_transformer.decoding.translation_lines import Task
 
     if source is not None and source.is_file() and os.environ.get("RANK", "0") == "0":
-        deque(options.noting_tags(model, islice(numbered_lines(source), LINES_LOOKED_AT)), maxlen=0)
+        list(options.noting_tags(model, islice(numbered_lines(source), LINES_LOOKED_AT)))
     task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin, mbr is not None)
     if source is None or output is None:
         _translate_stream(task)
@@ -115,8 +114,7 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
     from dist_transformer.decoding.sharded_files import is_complete
     from dist_transformer.processes.launching import start_local_ranks
 
-    program = [sys.executable, "-m", "dist_transformer"]
-    code = start_local_ranks(sys.argv[1:], num_ranks, program=program, are_held=True)
+    code = start_local_ranks(sys.argv[1:], num_ranks, program=[sys.executable, "-m", "dist_transformer"], are_held=True)
     return EXIT_REQUEUE if code == EXIT_DONE and not is_complete(output) else code
 
 
@@ -126,6 +124,8 @@ def _translate_stream(task: "Task") -> None:
     from dist_transformer.decoding.translation_lines import translated
 
     options.write_utf8()
+    if sys.stdin.isatty():
+        say("reading lines; Ctrl-D ends the input and starts the translation")
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
     lines = options.noting_tags(Path(task.models[0]), decoded_lines(sys.stdin.buffer, "standard input"))

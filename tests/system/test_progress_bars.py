@@ -16,6 +16,22 @@ pytestmark = pytest.mark.slow
 BAR = re.compile(r"(?m)([a-z][a-z ]+?) +━+")
 
 
+def test_lines_that_are_typed_are_waited_for_with_a_word_and_those_of_a_file_without(
+    command: Command, quick_client: Path, run: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, b"twenty-one\n\x04")  # Ctrl-D
+    process = subprocess.run(
+        [quick_client, "translate", run], cwd=command.folder, stdin=theirs, capture_output=True, text=True, check=True,
+        env=without(NOT_INHERITED),
+    )  # fmt: skip
+    os.close(theirs)
+    os.close(ours)
+    assert "reading lines; Ctrl-D ends the input and starts the translation" in process.stderr
+    assert process.stdout.count("\n") == 1
+    assert "reading lines" not in command("translate", run, text="twenty-one\n")
+
+
 def on_terminal(folder: Path, client: Path, *arguments: object, stdin: Path | None = None) -> tuple[str, str]:
     """Runs the client's command with stderr on a terminal; returns standard output, and all that the terminal got."""
     ours, theirs = pty.openpty()
