@@ -74,7 +74,7 @@ def import_command(
 
     check_output(out, "a model folder")
     if not source.is_dir():
-        raise UserError(f"{source}: expected the folder of a model, found a file or nothing; give the folder")
+        raise UserError(f"{source}: expected the folder of a model, found none; a model of the Hub is downloaded first")
     {"marian": import_marian, "marian-npz": import_marian_npz, "eole": import_eole}[of](source, out)
     print(f"{out}: a model folder. To train it further, in the YAML of a run:")
     print("\n".join(_sections(out)))

@@ -120,7 +120,10 @@ def test_what_the_options_cannot_mean_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="--quantization int8: is of ctranslate2 and argos; drop it"):
         run("export", tmp_path / "ours", tmp_path / "out", "--to", "marian", "--quantization", "int8")
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match="file: expected the folder of a model, found a file or nothing"):
+    with pytest.raises(
+        UserError,
+        match="file: expected the folder of a model, found none; a model of the Hub is downloaded first",
+    ):
         run("import", tmp_path / "file", tmp_path / "out", "--from", "marian")
     for verb, option in (("export", ("--to", "marian")), ("import", ("--from", "marian"))):
         with pytest.raises(UserError, match=f"{tmp_path}/ours: is there already .*, expected a new path"):
