@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
+from dist_transformer.data.tokenizer.tokenizer import NO_MODEL
 from dist_transformer.errors import DataError
 
 BLANK = "\u2581"
@@ -34,16 +35,12 @@ def read_pieces_file(path: Path) -> Any:
     proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file, expected a sentencepiece model.") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}), expected a sentencepiece model.") from error
+        raise DataError(f"{path}: {str(error.strerror).lower()}, expected a sentencepiece model.") from error
     except DecodeError as error:
-        raise DataError(f"{path}: not a complete sentencepiece model ({error}). Copy or train it again.") from error
+        raise DataError(f"{path}: {NO_MODEL}") from error
     if not proto.pieces or not all(isinstance(text, str) for text in texts(proto)):  # bytes: no UTF-8
-        raise DataError(
-            f"{path}: not a complete sentencepiece model (it has no pieces of text). Copy or train it again."
-        )
+        raise DataError(f"{path}: {NO_MODEL}")
     return proto
 
 

@@ -31,6 +31,10 @@ CHARACTERS_A_TOKEN = 64
 LONGEST_BYTES, PART = 4192, re.compile(r"(?s).{1,512}(?!\S)|.{512}")
 """Longest sentence that sentencepiece learns from, and a part of one that is cut: TRAINING_SENTENCES parts have less than
 2^30 characters, the most that unigram training takes."""
+NO_MODEL = (
+    "not a complete sentencepiece model, expected a .model file as spm_train writes it: copy it again. Word lists, .vocab files "
+    "and codes of subword-nmt are not read: leave tokenizer.source_model and target_model out, and one is trained"
+)
 SAMPLING_SEED = 1
 ERRORS_ONLY = 2
 """Value of sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
@@ -241,11 +245,10 @@ def _load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
     model = sentencepiece.SentencePieceProcessor()
     try:
         model.load_from_serialized_proto(patiently(path, path.read_bytes, MISPLACED))
-        pieces = model.get_piece_size()
     except RuntimeError as error:
-        raise DataError(f"{path}: not a complete sentencepiece model ({error}). Copy or train it again.") from error
-    if pieces == 0:
-        raise DataError(f"{path}: not a complete sentencepiece model (it has no pieces). Copy or train it again.")
+        raise DataError(f"{path}: {NO_MODEL}") from error
+    if model.get_piece_size() == 0:
+        raise DataError(f"{path}: {NO_MODEL}")
     for name in ("bos", "eos"):
         if getattr(model, f"{name}_id")() < 0:
             raise DataError(f"{path}: the model has no {name} piece. Train it with --{name}_id set to an id from 0 on.")

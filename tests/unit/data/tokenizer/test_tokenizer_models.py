@@ -14,6 +14,7 @@ from dist_transformer import files
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer import tokenizer as tokenizer_module
+from dist_transformer.data.tokenizer.model_file import read_pieces_file
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer, training_parts, with_sampling_seed
 from dist_transformer.errors import DataError, MachineError
 
@@ -172,8 +173,13 @@ def test_a_truncated_model_is_named(tmp_path: Path, model: Path, kept_share: flo
 
 def test_another_kind_of_file_is_named(tmp_path: Path):
     (tmp_path / "text.model").write_text("this is text\n" * 100)
-    with pytest.raises(DataError, match=r"text\.model: not a complete sentencepiece model"):
-        Tokenizer.load(tmp_path / "text.model")
+    expected = (
+        r"text\.model: not a complete sentencepiece model, expected .*: copy it again\. Word lists, .* are not read"
+    )
+    for load in (Tokenizer.load, read_pieces_file):
+        with pytest.raises(DataError, match=expected) as error:
+            load(tmp_path / "text.model")
+        assert "Internal" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["bos", "eos"])
