@@ -156,9 +156,7 @@ def _surveyed(data: DataConfig) -> "Survey":
     assert data.train is not None
     with progress_bar() as show:
         found = survey(data.train, data, lambda pairs: show("reading the text", pairs, None))
-    print(
-        f"{found.pairs:,} pairs, {found.characters} distinct characters, {found.repeated:.1%} repeat a source sentence"
-    )
+    print(f"{found.pairs:,} pairs, {found.characters} distinct characters, {found.repeated:.1%} repeat a source text")
     for language, side in zip((data.source_language, data.target_language), found.sides, strict=True):
         length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
         print(f"  {language}: {side.script}; {length}")
@@ -173,7 +171,7 @@ def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> 
     if not 1 <= each <= most:
         raise UserError(
             f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs that were looked at, got "
-            f"{each}; give more text, or --validation and --test"
+            f"{each}; give more text (of 4 different pairs at least), or --validation and --test"
         )
     return each
 

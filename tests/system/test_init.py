@@ -118,7 +118,7 @@ def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes
 def test_text_that_another_program_cut_is_warned_of(command: Command) -> None:
     (command.folder / "cut.en").write_text("".join(f"{number} litt@@ le words\n" for number in range(40)))
     (command.folder / "cut.de").write_text("".join(f"{number} kleine Wörter\n" for number in range(40)))
-    said = command("init", "cut.en", "cut.de", **ALONE)
+    said = command("init", "cut.en", "cut.de", "--name", "cut", **ALONE)
     assert "40 pairs, 25 distinct characters" in said
     assert "the text: 40 of 80 lines look cut by subword-nmt (gir@@ l): give the text as it was before" in said
 
@@ -132,6 +132,7 @@ def test_text_that_another_program_cut_is_warned_of(command: Command) -> None:
         (("train.en", "train.de", "--target-language", "../x"), "expected two codes"),
         (("train.en", "train.de", "--name", "a/b"), "run.name: 'a/b': expected letters"),
         (("train.en", "train.de", "--held-out", "500"), "expected 1 to 150"),
+        (("one.en", "one.de", "-y"), "give more text (of 4 different pairs at least), or --validation and --test"),
         (("train.en", "train.de", "--cluster", "nowhere"), "no profile 'nowhere'"),
         (("small.yaml",), "small.yaml: cannot tell the format"),
         (("train.en", "train.de", "--test", "valid.en", "none.de"), "none.de: no such file.\n"),
@@ -145,6 +146,8 @@ def test_text_that_another_program_cut_is_warned_of(command: Command) -> None:
 def test_what_is_refused_says_why_and_writes_nothing(
     command: Command, arguments: tuple[str, ...], message: str
 ) -> None:
+    for name in ("one.en", "one.de"):
+        (command.folder / name).write_text("one\n")
     before = sorted(command.folder.iterdir())
     assert message in command("init", *arguments, code=2)
     assert sorted(command.folder.iterdir()) == before
