@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
@@ -114,6 +115,8 @@ def modified(path: Path) -> float:
 MISPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM,
              errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOSYS, errno.EOPNOTSUPP)  # fmt: skip
 """Errors of a path, or of a disk that lacks the operation, which the user has to fix; other errors are transient."""
+LEFT_OVER = re.compile(r"\..+\.\d+\.\d+\.tmp", re.DOTALL)
+"""Names of the temporary files of `replacing`, which a process leaves that is killed before it renames one."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -16,7 +16,7 @@ from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DistTr
 from dist_transformer.package_data import share_folder
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
-from dist_transformer.run.outputs import check_output, write_output
+from dist_transformer.run.outputs import check_output, holds_only, write_output
 
 STOP_AT_STEP = 100
 SENTENCES = (
@@ -91,9 +91,7 @@ def _is_demo_run(folder: Path) -> bool:
     """True if the demo made the run, or was ended before the run had written its settings."""
     run_dir = RunDir(folder)
     if not run_dir.config.exists():
-        return {path.name for path in folder.iterdir()} <= {
-            path.name for path in (run_dir.lock, run_dir.owner, run_dir.log, run_dir.state)
-        }
+        return holds_only(folder, (run_dir.lock, run_dir.owner, run_dir.log, run_dir.state, run_dir.history))
     try:
         settings = read_yaml(run_dir.config).values
         return bool(settings["run"]["name"] == run_dir.name and settings["data"]["train"]["demo"])

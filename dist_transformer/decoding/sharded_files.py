@@ -121,7 +121,6 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
         if (planned := _folder(output) / PLAN_NAME).exists():
             _refuse_other(planned, plan, output)
         else:
-            _clear(planned.parent, (f".{PLAN_NAME}.*.tmp",))  # left by a process that died at its start
             check_output(planned.parent, "the parts of a translation")
             write_json(planned, plan)
         of_before.unlink(missing_ok=True)

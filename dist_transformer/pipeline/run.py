@@ -19,7 +19,7 @@ from dist_transformer.processes.children import Signals
 from dist_transformer.processes.launching import run_program
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock, while_nobody_trains
-from dist_transformer.run.outputs import check_output
+from dist_transformer.run.outputs import check_output, holds_only
 from dist_transformer.run.records import read_record
 
 
@@ -67,7 +67,8 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
             complete(pipeline, name)
     folders = [at for name, state in states.items() if state.restarts and (at := pipeline.folder(name)).exists()]
     for folder in folders:
-        check_output(folder, "a node of a pipeline", lambda path: "key" in read_record(path / RECORD))
+        if not holds_only(folder, [RunDir(folder).lock]):  # else it was killed before its record was there
+            check_output(folder, "a node of a pipeline", lambda path: "key" in read_record(path / RECORD))
         with while_nobody_trains(RunDir(folder)) as is_free:
             if not is_free:
                 raise UserError(f"{folder}: must begin anew, but a process works in it: wait for it, or stop it first")

@@ -1,20 +1,20 @@
 """Checks of the paths that a command writes to. Nothing that belongs to a user is removed or overwritten.
 
-The rule, for every command: a path where nothing is, or an empty folder or file, is free. An existing output that its
-label shows to be of this program, and of the kind to be written, is replaced; other files in it stay. All other paths
-are refused, before anything is computed. Devices and pipes are written to, as any program does.
+The rule, for every command: a path where nothing is, or an empty folder or file, is free (rests of a kill do not count).
+An existing output that its label shows to be of this program, and of the kind to be written, is replaced; other files in
+it stay. All other paths are refused, before anything is computed. Devices and pipes are written to, as any program does.
 """
 
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError, MachineError, UserError
-from dist_transformer.files import MISPLACED, NO_LOCKS, write_text
+from dist_transformer.files import LEFT_OVER, MISPLACED, NO_LOCKS, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -67,6 +67,11 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
             except OSError as error:
                 error.filename = str(folder)
                 raise
+
+
+def holds_only(folder: Path, paths: Collection[Path] = ()) -> bool:
+    """True if it is a folder with nothing but these paths and temporary files that a killed process has left."""
+    return folder.is_dir() and all(path in paths or LEFT_OVER.fullmatch(path.name) for path in folder.iterdir())
 
 
 def is_stream(path: Path) -> bool:
@@ -164,9 +169,7 @@ def is_own_run(run_dir: RunDir) -> bool:
 
 
 def _is_free(path: Path, found: os.stat_result, is_file: bool) -> bool:
-    if stat.S_ISDIR(found.st_mode):
-        return not is_file and not any(path.iterdir())
-    return is_file and found.st_size == 0
+    return not (stat.S_ISDIR(found.st_mode) or found.st_size) if is_file else holds_only(path)
 
 
 def _what_is_there(path: Path, found: os.stat_result) -> str:

@@ -27,7 +27,7 @@ from dist_transformer.data.sources.corpus import hub_commits, read_corpus
 from dist_transformer.errors import UserError
 from dist_transformer.files import flush_to_disk, read_json, write_json
 from dist_transformer.run.lock import take
-from dist_transformer.run.outputs import check_output, writing
+from dist_transformer.run.outputs import check_output, holds_only, writing
 
 WORK_FOLDER, LABEL, REPORT_NAME = ".clean", "data-clean.unfinished", "clean.json"
 
@@ -67,7 +67,8 @@ def is_cleaned(folder: Path) -> bool:
     work = folder / WORK_FOLDER
     with suppress(OSError, ValueError, TypeError):
         is_free = not work.exists() or not any(work.iterdir())
-        return (work / LABEL).is_file() or (is_free and "corpora" in read_json(folder / REPORT_NAME))
+        is_begun = (work / LABEL).is_file() or (is_free and holds_only(folder, [work]))
+        return is_begun or (is_free and "corpora" in read_json(folder / REPORT_NAME))
     return False
 
 

@@ -329,3 +329,13 @@ def test_a_node_that_a_person_has_trained_with_other_settings_is_not_done(final_
             set_aside(pipeline, {"teacher": states_of(pipeline)["teacher"]})
             assert "teacher" not in due(pipeline)
             (folder / "train.en").write_text("3\n4\n")  # so that it begins anew
+
+
+@pytest.mark.parametrize("left", [[], [".node.json.7.8.tmp"], [".node.json.7.8.tmp", "lock"]], ids=len)
+def test_a_node_that_was_killed_before_its_record_was_written_begins(left, folder):
+    pipeline = pipeline_in(folder)
+    pipeline.folder("other").mkdir(parents=True)
+    for name in left:
+        (pipeline.folder("other") / name).touch()
+    make_all(pipeline)
+    assert due(pipeline) == {}

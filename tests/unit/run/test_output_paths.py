@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer.cli import demo
 from dist_transformer.cli.demo import remove_former_run
 from dist_transformer.cli.main import run_as_command
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
@@ -80,6 +81,49 @@ def test_what_is_free_is_a_new_path_an_empty_folder_and_an_empty_file(tmp_path: 
             check_output(tmp_path / name, "a page")
         check_output(tmp_path / name, "a page", lambda path: path.exists())
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "file", "dangling"}
+
+
+def killed_while_writing(path: Path) -> Path:
+    """Leaves what a process leaves that is killed before its file has its name; returns that."""
+    with replacing(path) as temporary:
+        temporary.touch()
+        kept = temporary.rename(path.with_name("kept"))
+        temporary.touch()
+    path.unlink()
+    return kept.rename(temporary)
+
+
+def test_a_folder_with_nothing_but_what_a_kill_has_left_of_its_first_file_is_free(tmp_path: Path) -> None:
+    killed_while_writing(tmp_path / "out" / "node.json")
+    killed_while_writing(tmp_path / "out" / ".hidden")
+    check_output(tmp_path / "out", "a prepared corpus")
+    for name in (".mine.tmp", ".mine.77.tmp", "mine.1.2.tmp", ".mine.1.2.tmp.txt"):
+        (tmp_path / "out" / name).touch()
+        with pytest.raises(UserError, match="out: is there already"):
+            check_output(tmp_path / "out", "a prepared corpus")
+        (tmp_path / "out" / name).unlink()
+
+
+def test_a_demo_that_ended_before_its_run_had_settings_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Exception):
+        pass
+
+    def begin(_: RunDir) -> None:
+        raise Begun
+
+    monkeypatch.setattr(demo, "remove_former_run", begin)
+    run_dir = RunDir(tmp_path / "demo-tour")
+    for path in (run_dir.lock, run_dir.log, run_dir.state, run_dir.history):  # of a start that failed
+        write_text(path, "text")
+    killed_while_writing(run_dir.owner)
+    killed_while_writing(run_dir.config)
+    with pytest.raises(Begun):
+        demo.demo_command(tmp_path)
+    write_text(run_dir.path / "thesis.txt", "text")
+    with pytest.raises(UserError, match="demo-tour: is there already"):
+        demo.demo_command(tmp_path)
 
 
 def test_a_page_goes_through_a_link_and_into_an_open_file(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_data_clean_writes_over_nothing_that_is_not_ours_and_begins_anew_after_a
     with pytest.raises(UserError, match=r"out: is there already \(a folder with thesis.txt\)"):
         clean.clean(config, out, lambda *_: None)
     (out / "thesis.txt").unlink()
+    (out / ".clean").mkdir()  # of a process that was killed before it wrote its label
     with monkeypatch.context() as patch:
         patch.setattr(clean, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
