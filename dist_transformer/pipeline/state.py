@@ -24,7 +24,7 @@ from dist_transformer.data.manifest import json_digest
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.decoding.sharded_files import same_lines
 from dist_transformer.errors import ConfigError, UserError, say
-from dist_transformer.files import file_sha256, write_json
+from dist_transformer.files import LEFT_OVER, file_sha256, write_json
 from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
@@ -300,7 +300,8 @@ def _files_at(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path] if path.exists() else []
     folder = path / "model" if (path / "model").is_dir() else path
-    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"]
+    files = [file for file in sorted(folder.iterdir()) if not LEFT_OVER.fullmatch(file.name) and file.is_file()]
+    return [file for file in files if file.name != "README.md"]
 
 
 def _fingerprints(paths: dict[str, Path], known: Fingerprints, hashed: Fingerprints) -> Fingerprints:

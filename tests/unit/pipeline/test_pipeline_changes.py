@@ -339,3 +339,12 @@ def test_a_node_that_was_killed_before_its_record_was_written_begins(left, folde
         (pipeline.folder("other") / name).touch()
     make_all(pipeline)
     assert due(pipeline) == {}
+
+
+def test_what_a_kill_has_left_of_a_model_card_changes_no_node(folder):
+    make_all(pipeline := pipeline_in(folder))
+    for model in (folder / "made", pipeline.folder("teacher") / "model"):
+        (model / ".README.md.7.8.tmp").write_text("half a card")
+    assert due(pipeline) == {}
+    (pipeline.folder("teacher") / "model" / "more.safetensors").write_text("weights")
+    assert set(due(pipeline)) == {"teacher", "forward", "kept"}
