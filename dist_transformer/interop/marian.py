@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.config.checks import check_model
@@ -18,7 +17,7 @@ from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.config.section import Bool, Fraction, PositiveInt
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.files import share_as_folder, write_json, write_text
+from dist_transformer.files import write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import Rows, read_tensors
 from dist_transformer.interop.marian_vocabulary import (
@@ -36,6 +35,7 @@ from dist_transformer.interop.model_folder import (
     card_of,
     save_model_folder,
     tokenizer_files,
+    write_safetensors,
 )
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -208,8 +208,7 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
         languages = (information.source_language, information.target_language)
         num_source, num_target = export_vocabulary(folder, loaded.tokenizer_files, config.shared_embeddings, languages)
         tensors = to_marian(dict(loaded.model.named_parameters()), config, num_source, num_target)
-        save_file({name: tensor.detach() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-        share_as_folder(folder / WEIGHTS)
+        write_safetensors({name: each.detach() for name, each in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
         write_json(folder / CONFIG, _marian_config(config, information, num_source, num_target))
         write_json(folder / GENERATION, _generation_config(information))
         write_text(folder / CARD, exported_card("marian", card_of(loaded), asdict(information)))

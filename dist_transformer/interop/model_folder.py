@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from dist_transformer.config.checks import check_model
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.errors import CheckpointError, MachineError
+from dist_transformer.errors import CheckpointError
 from dist_transformer.files import MISPLACED, file_sha256, patiently, share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_card import CARD, MARK, Origin, model_card, read_card
@@ -104,11 +104,7 @@ def save_model_folder(
         header["plugin_sha256"] = file_sha256(plugin_file)
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
     with complete_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
-        try:
-            save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise MachineError(f"{temporary}: weights cannot be written: {error}; make room and start again") from error
-        share_as_folder(temporary / WEIGHTS)
+        write_safetensors(contiguous, temporary / WEIGHTS, {"format": "pt"})
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:
             shutil.copyfile(tokenizer_files.target, temporary / TARGET_MODEL)
@@ -193,6 +189,15 @@ def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: 
             plugin = find("model.plugin", config.plugin)
             return build_plugin(plugin, config, source_vocabulary, target_vocabulary, pad_id)
         return Transformer(config, source_vocabulary, target_vocabulary, pad_id)
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a file of tensors, open to all who may read its folder. Raises OSError: the disk is full, or fails."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    share_as_folder(path)
 
 
 @contextmanager

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.data.manifest import Count
 from dist_transformer.errors import CheckpointError
-from dist_transformer.files import patiently, read_json, read_json_patiently, share_as_folder, write_json
-from dist_transformer.interop.model_folder import safetensors_file
+from dist_transformer.files import patiently, read_json, read_json_patiently, write_json
+from dist_transformer.interop.model_folder import safetensors_file, write_safetensors
 from dist_transformer.training.engine.bit_sums import bit_sum
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -42,10 +41,8 @@ def file_name(rank: int) -> str:
 
 
 def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
-    """Writes one rank's fragments by "part/name", and their starts in the flattened tensors. Raises OSError,
-    SafetensorError: the file could not be written."""
-    save_file(dict(fragments), path, metadata={"starts": json.dumps(starts, sort_keys=True)})
-    share_as_folder(path)
+    """Writes one rank's fragments by "part/name", and their starts in the flattened tensors. Raises OSError."""
+    write_safetensors(dict(fragments), path, {"starts": json.dumps(starts, sort_keys=True)})
 
 
 def file_bit_sum(path: Path) -> int:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenised_models import make_model_folder
 
-from dist_transformer.errors import CheckpointError
+from dist_transformer.errors import CheckpointError, MachineError
+from dist_transformer.interop.marian import export_marian
 from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder, save_model_folder
 
 Save = Callable[..., Any]
@@ -104,6 +107,22 @@ def test_a_save_that_fails_leaves_the_older_folder_as_it_was(save_small_model: S
         saved.save()
     assert (saved.folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in saved.folder.parent.iterdir()] == ["model"]
+
+
+def test_weights_that_the_disk_does_not_take_are_told_and_leave_nothing(
+    save_small_model: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    loaded = make_model_folder(tmp_path / "small")
+    monkeypatch.setattr(safetensors.torch, "serialize_file", full)
+    for save in (save_small_model, lambda: export_marian(loaded, tmp_path / "run" / "theirs")):
+        with pytest.raises(
+            MachineError, match=r"cannot be written \(model.safetensors: I/O error: No space left .* make room"
+        ):
+            save()
+        assert not [*(tmp_path / "run").iterdir()]
 
 
 KILLED = """
