@@ -1,6 +1,8 @@
 """What is saved is what is loaded; what is damaged is named."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from tokenised_models import make_model_folder
 
 from dist_transformer.errors import CheckpointError, MachineError
+from dist_transformer.files import write_text
+from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.marian import export_marian
 from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder, save_model_folder
 
@@ -123,6 +127,32 @@ def test_weights_that_the_disk_does_not_take_are_told_and_leave_nothing(
         ):
             save()
         assert not [*(tmp_path / "run").iterdir()]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_older_folder_is_there_again_if_the_new_one_cannot_have_its_name(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "model", os.rename
+    if is_there:
+        write_text(folder / "config.json", "old")
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(source).suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with (
+        pytest.raises(MachineError, match=r"model: cannot be written .*Input/output error"),
+        complete_folder(folder, "a model folder", Path.is_dir) as new,
+    ):
+        (new / "config.json").write_text("new")
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")} == (
+        {"model/config.json"} if is_there else set()
+    )
+    if is_there:
+        assert (folder / "config.json").read_text() == "old"
 
 
 KILLED = """
