@@ -11,7 +11,7 @@ from typing import Literal
 
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
-from dist_transformer.files import write_json, write_text
+from dist_transformer.files import flush_to_disk, write_json, write_text
 from dist_transformer.pipeline import state as nodes
 from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
 from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, complete, configuration, is_complete, take_back
@@ -106,6 +106,7 @@ def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
             with (folder / ".printed").open("wb") if kind == "score" else nullcontext() as printed:
                 code = run_program(program, signals, printed)
             if printed and code == EXIT_DONE:
+                flush_to_disk(folder / ".printed")
                 os.replace(printed.name, folder / "scores")
         if code == EXIT_DONE:
             complete(pipeline, name)

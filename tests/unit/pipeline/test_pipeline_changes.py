@@ -1,5 +1,6 @@
 """Nodes whose settings or text change: set aside, taken back, or refused."""
 
+import errno
 import gzip
 import os
 import shutil
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dist_transformer.cli import pipeline as cli
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.errors import EXIT_DONE, ConfigError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.pipeline import filtering
 from dist_transformer.pipeline import run as run_module
@@ -348,3 +349,27 @@ def test_what_a_kill_has_left_of_a_model_card_changes_no_node(folder):
     assert due(pipeline) == {}
     (pipeline.folder("teacher") / "model" / "more.safetensors").write_text("weights")
     assert set(due(pipeline)) == {"teacher", "forward", "kept"}
+
+
+def test_scores_are_on_the_disk_before_they_have_their_name(folder, monkeypatch):
+    """After a power loss an empty file under that name would count as whole."""
+    made = "{node: forward}"
+    pipeline = pipeline_in(folder, f"nodes.scored={{kind: score, model: made, source: mono, target: {made}}}")
+    begin(pipeline, "scored", states_of(pipeline)["scored"])
+    scores, flushed = pipeline.folder("scored") / "scores", []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        if flushed[-1] == ".printed":
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(run_module, "run_program", lambda program, signals, printed: EXIT_DONE)
+    with forwarding_signals() as signals:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(OSError, match="Input/output error"):
+                run_module.run_node(pipeline, "scored", signals)
+        assert ".printed" in flushed
+        assert not scores.exists()
+        assert run_module.run_node(pipeline, "scored", signals) == EXIT_DONE
+    assert scores.exists()
