@@ -65,13 +65,13 @@ class MetricsLog:
 
     def rewind(self, last: int, field: str = "step", *, in_place: bool = False) -> None:
         """Drops the records beyond `last`: a run that resumes there writes them again, and none is there twice. Reads back
-        to the newest one that is not beyond: they are in order, but for `goodput`, which is that of an earlier step.
+        to the newest of these events that is not beyond: others, as `goodput`, may be of an earlier step.
         `in_place`: cuts a file that may be huge; readers of the others see by a new file that it was cut."""
         self.close()
         end = self.path.stat().st_size + 1
         for line in lines_backwards(self.path, end - 1):
             record = _decode(line) or {}
-            if record.get(field, last + 1) <= last and record["event"] != "goodput":
+            if record.get(field, last + 1) <= last and record["event"] in ("train", "batch", "samples"):
                 break
             end -= len(line) + 1
         if any(record.get(field, 0) > last for record, _ in read_records_from(self.path, end)):
