@@ -196,7 +196,7 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
+        raise OSError(str(error)) from error
     share_as_folder(path)
 
 

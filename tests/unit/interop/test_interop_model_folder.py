@@ -122,9 +122,7 @@ def test_weights_that_the_disk_does_not_take_are_told_and_leave_nothing(
     loaded = make_model_folder(tmp_path / "small")
     monkeypatch.setattr(safetensors.torch, "serialize_file", full)
     for save in (save_small_model, lambda: export_marian(loaded, tmp_path / "run" / "theirs")):
-        with pytest.raises(
-            MachineError, match=r"cannot be written \(model.safetensors: I/O error: No space left .* make room"
-        ):
+        with pytest.raises(MachineError, match=r"cannot be written \(I/O error: No space left .* make room"):
             save()
         assert not [*(tmp_path / "run").iterdir()]
 
