@@ -50,7 +50,8 @@ def complete_folder(
             shutil.rmtree(temporary, ignore_errors=True)
             if os.path.exists(temporary):
                 log.warning("%s: cannot be removed; it is not needed any more", temporary)
-            _clear_up(real, is_own)  # the older one is back if the new one could not get its name
+            with suppress(OSError):  # hides no error of the block, and is no fault of a folder that is complete
+                _clear_up(real, is_own)  # the older one is back if the new one could not get its name
 
 
 def _clear_up(folder: Path, is_own: Callable[[Path], bool]) -> None:

@@ -153,6 +153,29 @@ def test_an_older_folder_is_there_again_if_the_new_one_cannot_have_its_name(
         assert (folder / "config.json").read_text() == "old"
 
 
+def test_an_older_folder_that_cannot_be_brought_back_now_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "model", os.rename
+    write_text(folder / "config.json", "old")
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(source) != folder:
+            raise OSError(errno.EIO if Path(source).suffix == ".tmp" else errno.EACCES, "fails", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with (
+        pytest.raises(MachineError, match=r"model: cannot be written .*\.tmp"),
+        complete_folder(folder, "a model folder", Path.is_dir),
+    ):
+        pass
+    monkeypatch.setattr(os, "rename", rename)
+    with complete_folder(folder, "a model folder", Path.is_dir) as new:
+        assert (folder / "config.json").read_text() == "old"
+        (new / "more.json").write_text("new")
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
