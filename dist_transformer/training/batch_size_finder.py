@@ -125,9 +125,7 @@ def find_max_tokens(
         try:
             if probe is None:
                 probe = _Probe(module, ranks.device, training)
-                if (
-                    training.compile_layers
-                ):  # for one row, and for more: takes seconds and memory that no later pass does
+                if training.compile_layers:  # for one row, and for more: takes what no later pass does
                     probe.measure(shapes, progress)
                 probe.begin()
             return probe.measure(shapes, progress)
