@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from dist_transformer.training.batch_size_finder import (
 )
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
-from dist_transformer.training.memory import allowance
+from dist_transformer.training.memory import Allowance
 
 
 def data_of(max_tokens=512, longest=40, ratio=9.0):
@@ -229,12 +230,18 @@ def test_sizes_that_reuse_memory_do_not_count_as_free():
     assert growth.most_tokens(2_000_000) < AUTO_MAX_TOKENS
 
 
+@pytest.fixture
+def little_memory(monkeypatch):
+    """A limit of 60 MB, whatever else this machine does meanwhile."""
+    monkeypatch.setattr(batch_size_finder, "allowance", lambda ranks: Allowance(60_000_000, "a limit"))
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_found(ranks, caplog):
     objective = objective_of()
     before = {name: value.clone() for name, value in objective.state_dict().items()}
     caplog.set_level("INFO", "dist_transformer")
-    held = allowance(ranks).bytes - 60_000_000
-    found = find_max_tokens(objective, held, data_of("auto", 16), ranks, TrainingConfig(precision="fp32"))
+    found = find_max_tokens(objective, 0, data_of("auto", 16), ranks, TrainingConfig(precision="fp32"))
     assert found >= 32
     assert f"{found:,} found" in caplog.text
     assert gradients_of(objective) == {}
@@ -242,13 +249,41 @@ def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_f
     assert pickle.dumps(found) == pickle.dumps(int(found))  # a plain number: it goes into JSON
 
 
+@pytest.mark.usefixtures("little_memory")
 def test_the_search_measures_layers_that_are_compiled_if_those_of_training_are(ranks, monkeypatch):
     compiled = []
     monkeypatch.setattr(Objective, "compile_layers", lambda objective: compiled.append(objective))
     objective, training = objective_of(), TrainingConfig(precision="fp32", compile_layers=True)
-    find_max_tokens(objective, allowance(ranks).bytes - 60_000_000, data_of("auto", 16), ranks, training)
+    find_max_tokens(objective, 0, data_of("auto", 16), ranks, training)
     (one,) = compiled
     assert one is not objective  # that one is compiled when it is in the engine's precision
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_the_search_leaves_out_the_seconds_and_the_memory_that_compiling_takes(ranks, monkeypatch, caplog):
+    clock, held, most, graphs = [0.0], [0], [0], set()
+
+    def compile_layers(objective):
+        def forward(source, *_):
+            if (graph := min(len(source), 2)) not in graphs:  # one for a single row, one for more
+                graphs.add(graph)
+                clock[0] += 2 * SLOW_SECONDS
+                held[0] += 10**9
+            most[0] = held[0] + 100_000 * source.numel()
+            return next(objective.parameters()).sum(), None
+
+        objective.forward = forward
+
+    monkeypatch.setattr(Objective, "compile_layers", compile_layers)
+    monkeypatch.setattr(batch_size_finder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(batch_size_finder, "begin_peak", lambda device: held[0])
+    monkeypatch.setattr(batch_size_finder, "peak", lambda device: most[0])
+    objective, training = objective_of(), TrainingConfig(precision="fp32", compile_layers=True)
+    caplog.set_level("INFO", "dist_transformer")
+    found = find_max_tokens(objective, 0, data_of("auto", 16), ranks, training)
+    assert graphs == {1, 2}
+    assert found > 32
+    assert "larger ones take more than" not in caplog.text
 
 
 def failing_above(most_tokens, error):
