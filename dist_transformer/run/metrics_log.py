@@ -65,7 +65,7 @@ class MetricsLog:
 
     def rewind(self, last: int, field: str = "step", *, in_place: bool = False) -> None:
         """Drops the records beyond `last`: a run that resumes there writes them again, and none is there twice. Reads back
-        to the newest of these events that is not beyond: others, as `goodput`, may be of an earlier step.
+        to the newest of a step, batch or samples that is not beyond: others, as `goodput`, may be of an earlier step.
         `in_place`: cuts a file that may be huge; readers of the others see by a new file that it was cut."""
         self.close()
         end = self.path.stat().st_size + 1
