@@ -6,6 +6,7 @@ The exported folder holds CTranslate2's own files and, for the text, our sentenc
 A package of Argos Translate is a zip with CTranslate2's files, the sentencepiece model and metadata.
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -142,13 +143,16 @@ def is_exported(folder: Path) -> bool:
 
 
 def import_ctranslate2() -> Any:
-    """Returns the package. Raises UserError if it is not installed."""
+    """Returns the package. Raises UserError if it is not installed, or too old."""
     try:
         import ctranslate2
         import ctranslate2.specs
+
+        if "head_dim" not in inspect.signature(ctranslate2.specs.TransformerEncoderSpec.__init__).parameters:
+            raise ImportError(f"it is {ctranslate2.__version__}, expected 4.6.3 or newer")
     except ImportError as error:
         raise UserError(
-            f"this needs the package ctranslate2, which cannot be imported ({error}): pip install 'dist-transformer[export]'"
+            f"this needs the package ctranslate2, which cannot be used ({error}): pip install 'dist-transformer[export]'"
         ) from error
     return ctranslate2
 

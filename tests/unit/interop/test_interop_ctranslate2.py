@@ -25,7 +25,7 @@ from dist_transformer.decoding.scoring import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop import ctranslate2_export
-from dist_transformer.interop.ctranslate2_export import export_ctranslate2, is_exported
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2, import_ctranslate2, is_exported
 from dist_transformer.interop.marian import import_marian
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder, save_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
@@ -368,3 +368,13 @@ def test_a_damaged_exported_folder_is_named(tmp_path: Path):
     (tmp_path / "theirs/dist_transformer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"dist_transformer\.json: missing or damaged"):
         searchers(loaded, tmp_path / "theirs")
+
+
+def test_a_version_whose_models_have_no_size_of_heads_is_refused(monkeypatch: pytest.MonkeyPatch):
+    class Older:
+        def __init__(self, num_layers: int, num_heads: int) -> None: ...
+
+    monkeypatch.setattr(ctranslate2, "__version__", "4.6.2")
+    monkeypatch.setattr(ctranslate2.specs, "TransformerEncoderSpec", Older)
+    with pytest.raises(UserError, match=r"cannot be used \(it is 4\.6\.2, expected 4\.6\.3 or newer\): pip install"):
+        import_ctranslate2()
