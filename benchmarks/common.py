@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import platform
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -136,11 +138,15 @@ def arguments_of(parser: argparse.ArgumentParser, rounds: int) -> argparse.Names
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json {arguments.json}: expected a folder that is there; it would be written at the end")
+    return arguments
 
 
 def begin(threads: int) -> dict[str, Any]:
-    """Prints and returns the machine and the versions of this measurement."""
+    """Prints and returns the machine and the versions of this measurement; SIGTERM ends what it starts, too, from here on."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     torch.set_num_threads(threads)
     logging.disable(logging.WARNING)
     found = machine()

@@ -393,7 +393,6 @@ def main() -> None:
     found = common.begin(threads=1)
     cluster, folder = Cluster(NUM_NODES), Path(tempfile.mkdtemp(prefix="random-kills-"))
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is taken down
     settings = [
         *SETTINGS,
         f"slurm.spare_nodes={arguments.spare_nodes}",

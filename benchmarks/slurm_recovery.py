@@ -47,7 +47,11 @@ class Cluster:
     def __init__(self, num_nodes: int = 4) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-bench-"))
         started = {**os.environ, "SLURM_TEST_NODES": str(num_nodes)}
-        subprocess.run([TESTS / "cluster_up.sh", self.folder], env=started, check=True)
+        try:
+            subprocess.run([TESTS / "cluster_up.sh", self.folder], env=started, check=True)
+        except BaseException:
+            self.close()
+            raise
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         self.environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": path}
 

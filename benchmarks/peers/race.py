@@ -10,7 +10,6 @@ more for the loss over its first steps, so that speed that comes from wrong work
 import argparse
 import csv
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -36,7 +35,6 @@ SHOWN = ("tokens_per_cpu_second", "tokens_per_second", "tokens_per_step", "start
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the trainer that runs is ended too
     arguments = _arguments()
     arguments.work.mkdir(parents=True, exist_ok=True)
     pythons, problems = _installed(arguments)
