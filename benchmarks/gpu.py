@@ -21,6 +21,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -111,7 +112,9 @@ def main() -> None:
     found = common.begin(1)
     name = f"{date.today().isoformat()}-gpu{'-acceptance' if arguments.acceptance else ''}.md"
     output = arguments.output or Path(__file__).parent / "results" / name
-    command = f"# What one GPU trains\n\n    python benchmarks/gpu.py {' '.join(sys.argv[1:])}".rstrip()
+    if arguments.output is None and output.exists():
+        sys.exit(f"{output} is there already: name another file with --output")
+    command = f"# What one GPU trains\n\n    python benchmarks/gpu.py {shlex.join(sys.argv[1:])}".rstrip()
     head = f"{command}\n\n{common.machine_line(found)}\n\n"
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("not measured: no CUDA device")
