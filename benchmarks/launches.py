@@ -4,8 +4,9 @@
 
 Counted by a dispatch mode on a CPU, on one rank of ZeRO 1, with the kernels that are for CPUs only (model/cpu_kernels.py)
 replaced by the ones that a GPU gets; views start nothing and are left out. On a GPU each operation is at least one kernel
-launch, of some five microseconds of the host's time. Sizes do not change the counts, but for the chunks of the loss. Not
-counted: the copy of a micro-batch to the device, and of several ranks two collectives for each bucket of gradients.
+launch, of some five microseconds of the host's time. Sizes do not change the counts, but for the chunks of the loss and for
+Muon, which updates matrices of one size together. Not counted: the copy of a micro-batch to the device, and of several ranks
+two collectives for each bucket of gradients.
 
 A step is a micro-batch, one more, which adds to its gradients, a last one, which sends them too, and the update.
 """
@@ -128,7 +129,7 @@ def step_counts(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=["base", "big"])
-    parser.add_argument("--width", type=int, help="of layers: the counts do not depend on it; default: the preset's")
+    parser.add_argument("--width", type=int, help="of layers: only Muon's counts depend on it; default: the preset's")
     parser.add_argument("--matrices", choices=["adam", "muon"], default="adam", help="optimizer.matrices")
     parser.add_argument("--largest", type=int, default=12, help="names printed of the most frequent operations")
     arguments = arguments_of(parser, rounds=1)
