@@ -112,6 +112,13 @@ def test_text_that_another_program_cut_is_warned_of_but_not_a_few_such_lines(
     assert said.endswith("Its BLEU is far too high")
 
 
+def test_entities_of_html_are_no_sign_of_cut_text(caplog: pytest.LogCaptureFixture):
+    warn_of_cut_text(
+        "train", ["say &quot;hello&quot; to it, &quot;hello&quot;", "the girl&apos;s train isn&apos;t here"]
+    )
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("on_the_fly", [False, True])
 def test_a_preparation_warns_of_cut_text_once_for_each_corpus(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, on_the_fly: bool
