@@ -96,7 +96,7 @@ def test_changed_data_is_refused(command, trained, small_corpus, tmp_path):
     corpus = f"data.train={{source: {tmp_path}/train.en, target: {tmp_path}/train.de}}"
     prepared = sorted((trained.parent / "prepared").iterdir())
     said = refusal(command, "train", "small.yaml", f"run.name={trained.name}", corpus, "training.max_steps=9")
-    assert "training.train.files: 2 changed (train.de, train.en)" in said
+    assert "data.train.files: 2 changed (train.de, train.en)" in said
     assert sorted((trained.parent / "prepared").iterdir()) == prepared
 
 
