@@ -327,7 +327,8 @@ def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step
 
 
 def test_the_edits_of_the_start_benchmark_are_of_text_that_is_in_the_package(tmp_path: Path) -> None:
-    code = "import start, pathlib, sys\nfor name, edits in start.WITHOUT.items(): start._copy(pathlib.Path(sys.argv[1]), name, edits)"
+    each = "for name, edits in start.WITHOUT.items(): start._copy(pathlib.Path(sys.argv[1]), name, edits)"
+    code = f"import start, pathlib, sys\n{each}"
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(
         command, cwd=BENCHMARKS, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=600
