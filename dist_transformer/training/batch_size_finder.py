@@ -125,12 +125,11 @@ def find_max_tokens(
         try:
             if probe is None:
                 probe = _Probe(module, ranks.device, training)
-                if training.compile_layers:  # for one row, and for more: takes memory that no later pass does
+                if training.compile_layers:  # for one row, and for more: takes what no later pass does
                     probe.measure(shapes, progress)
                 probe.begin()
-            if training.compile_layers:  # for some sizes anew, which takes seconds that no later pass does
-                probe.measure(shapes, progress)
-            return probe.measure(shapes, progress)
+            # Some sizes are compiled anew, which takes seconds that no later pass does.
+            return [probe.measure(shapes, progress) for _ in range(2 if training.compile_layers else 1)][-1]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -70,8 +70,7 @@ def write_report(folder: Path, plugin: str | None, corpora: dict[str, ReportedCo
 def warn_of_cut_text(name: str, texts: Sequence[str | None]) -> None:
     """Warns if another program seems to have cut text into pieces or tokens, of which BLEU is higher than of words."""
     for sign, program in CUT_TEXT.items():
-        count = sum(re.search(sign, text) is not None for text in texts if text)
-        if count > MOST_CUT_SHARE * len(texts):
+        if (count := sum(re.search(sign, text) is not None for text in texts if text)) > MOST_CUT_SHARE * len(texts):
             log.warning("%s: %d of %d lines look cut by %s. Its BLEU is far too high", name, count, len(texts), program)
 
 
