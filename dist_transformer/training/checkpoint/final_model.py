@@ -129,9 +129,9 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str, la
     run_id = checkpoints.newest_run_id(run_dir)
     if choice.kind == "steps":
         there = {checkpoints.step_of(path): path for path in checkpoints.saved(run_dir)}
-        if missing := sorted({*choice.steps} - {*there}):
+        if there and (missing := sorted({*choice.steps} - {*there})):
             raise CheckpointError(f"{run_dir.checkpoints}: no step {missing[0]}, expected one of {[*there]}")
-        used = list(_complete([there[step] for step in sorted({*choice.steps})], run_id))
+        used = list(_complete([there[step] for step in sorted({*choice.steps} & {*there})], run_id))
     elif choice.kind == "ema":
         used = list(islice(_complete(reversed(regular), run_id), 1))
     elif choice.kind == "average_last":

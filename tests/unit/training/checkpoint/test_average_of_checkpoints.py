@@ -145,11 +145,13 @@ def test_a_moving_average_that_was_never_kept_is_refused(averaged, run_dir):
         averaged(Averaged("ema"))
 
 
-@pytest.mark.parametrize("kind", ["average_last", "average_best", "ema"])
-def test_without_checkpoints_there_is_no_model(averaged, run_dir, kind):
+@pytest.mark.parametrize(
+    "choice", [*(Averaged(kind, 2) for kind in ("average_last", "average_best", "ema")), Averaged("steps", 1, (2,))]
+)
+def test_without_checkpoints_there_is_no_model(averaged, run_dir, choice):
     run_dir.checkpoints.rename(run_dir.checkpoints.with_name("elsewhere"))
     with pytest.raises(CheckpointError, match="there is no complete checkpoint to make a model of; train first"):
-        averaged(Averaged(kind, 2))
+        averaged(choice)
 
 
 def test_options_that_exclude_each_other_are_refused(run_dir):
