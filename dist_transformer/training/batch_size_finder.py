@@ -123,13 +123,13 @@ def find_max_tokens(
         nonlocal probe
         shapes = largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once)
         try:
-            if probe is None:
-                probe = _Probe(module, ranks.device, training)
-                if training.compile_layers:  # for one row, and for more: takes what no later pass does
-                    probe.measure(shapes, progress)
+            is_first = probe is None
+            probe = probe or _Probe(module, ranks.device, training)
+            if training.compile_layers:  # at some sizes anew: takes seconds, and memory at first
+                probe.measure(shapes, progress)
+            if is_first:
                 probe.begin()
-            # Some sizes are compiled anew, which takes seconds that no later pass does.
-            return [probe.measure(shapes, progress) for _ in range(2 if training.compile_layers else 1)][-1]
+            return probe.measure(shapes, progress)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
