@@ -8,7 +8,7 @@ A file may contain `extends: other.yaml` (relative to itself): the other file is
 import difflib
 import os
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,17 @@ def config_of(marked: Marked, *, check_files: bool = True) -> Config:
         missing += problems_of(plugins_of(sections))
         problems += [f"{marked.place_of(problem)}: {problem}" for problem in missing]
     if problems:
-        raise ConfigError([without_credentials(problem) for problem in problems])
+        raise ConfigError([without_credentials(problem) for problem in _with_known_once(problems)])
     return Config.model_validate(marked.values)
+
+
+def _with_known_once(problems: Iterable[str]) -> Iterator[str]:
+    """Leaves out the list of a section's known keys after the first of its unknown ones: files of other programs have many."""
+    listed = set()
+    for problem in problems:
+        said, _, known = problem.partition("; known: ")
+        yield said if known in listed else problem
+        listed.add(known)
 
 
 def to_yaml(config: Config) -> str:
@@ -135,8 +144,10 @@ def explain(marked: Marked, path: KeyPath, error: Mapping[str, Any], section: ty
     """Returns our message for an error of pydantic, with the line of its key."""
     where = f"{marked.place(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
-        known = _model_at(section, path[1:-1]).model_fields
-        return f"{where}: no such key{suggestion(str(path[-1]), known)}"
+        key, known = str(path[-1]), _model_at(section, path[1:-1]).model_fields
+        sections = Config.model_fields if path[0] in Config.model_fields else ()  # a node of a pipeline is in none
+        elsewhere = [f"{name}.{key}" for name in sections if key in _model_at(Config, (name,)).model_fields]
+        return f"{where}: no such key{f'; did you mean `{elsewhere[0]}`?' if elsewhere else suggestion(key, known)}"
     if error["type"] == "missing":
         return f"{where}: is required but not given"
     return f"{where}: {value_problem(path, error)}"

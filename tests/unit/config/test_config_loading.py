@@ -132,6 +132,19 @@ slrum: {}
     assert len(problems) == 5
 
 
+def test_a_file_of_another_program_is_told_the_known_keys_once_and_the_section_that_has_a_key(tmp_path):
+    text = "data: {src: de, trg: en, train: {demo: train}}\ntraining: {batch_type: token, learning_rate: 0.1, updates: 9}\n"
+    problems = problems_of(write(tmp_path, text, "joey.yaml"))
+    assert [problem.partition("; known: ")[0].partition("joey.yaml:")[2] for problem in problems] == [
+        "1: data.src: no such key",
+        "1: data.trg: no such key",
+        "2: training.batch_type: no such key",
+        "2: training.learning_rate: no such key; did you mean `optimizer.learning_rate`?",
+        "2: training.updates: no such key",
+    ]
+    assert [problem.count("; known: ") for problem in problems] == [1, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
