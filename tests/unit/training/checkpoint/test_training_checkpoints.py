@@ -164,10 +164,6 @@ def test_any_range_of_any_tiling_over_files_is_what_was_written(tiling, data):
             stop = data.draw(st.integers(start, tensor.numel()))
             assert torch.equal(files.read("weight", key, start, stop), tensor.view(-1)[start:stop])
             assert files.read("exp_avg", key, start, stop) is None
-            with pytest.raises(CheckpointError, match="another model"):
-                files.read("weight", key, start, tensor.numel() + 1)
-        with pytest.raises(CheckpointError, match="has no weight other"):
-            files.read("weight", "other", 0, 1)
 
 
 @pytest.mark.parametrize(
