@@ -17,7 +17,7 @@ from dist_transformer.config.paths import is_address
 from dist_transformer.data.sources.files import COMPRESSIONS, PACKED_STARTS, compression_suffix
 from dist_transformer.data.sources.readers import PairReader, Pairs
 from dist_transformer.data.sources.remote import named_errors, open_binary
-from dist_transformer.data.sources.text import decoded, is_utf8
+from dist_transformer.data.sources.text import decoded
 from dist_transformer.errors import DataError
 
 SCAN_LINES = 1 << 18
@@ -56,8 +56,8 @@ def scan_file(file: str, refuse_bad_encoding: bool, progress: Callable[[int], No
     """
     number = 0
     for number, line in enumerate(read_lines(file), start=1):
-        if refuse_bad_encoding and not line.isascii() and not is_utf8(line):
-            raise encoding_error(file, number, line)
+        if refuse_bad_encoding and not line.isascii():
+            check_utf8(file, number, line)
         if number % SCAN_LINES == 0:
             progress(number)
     return number
@@ -116,19 +116,18 @@ def tsv_reader(file: str, columns: tuple[str, str], drop: bool) -> PairReader[by
 def refuse_bad_lines(file: str, first: int, lines: Sequence[bytes], bad: Sequence[int]) -> None:
     """Raises a DataError for the first bad position; `lines` begin at line number `first`, counted from 0."""
     if bad:
-        raise encoding_error(file, first + bad[0] + 1, lines[bad[0]])
+        check_utf8(file, first + bad[0] + 1, lines[bad[0]])
 
 
-def encoding_error(file: str, number: int, line: bytes) -> DataError:
-    """Returns an error with the position of the first byte in a line that is not valid UTF-8; `number` is from 1."""
+def check_utf8(file: str, number: int, line: bytes) -> None:
+    """Raises a DataError with the position of the first byte in a line that is not valid UTF-8; `number` is from 1."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
-        return DataError(
+        raise DataError(
             f"{file}:{number}: not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line. "
             f"Convert the file to UTF-8, or set data.filters.bad_encoding to drop."
-        )
-    raise AssertionError("called for a valid line")
+        ) from None
 
 
 class _XzStreams(io.RawIOBase):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dist_transformer.data.sources.lines import encoding_error, read_complete_lines, read_lines
+from dist_transformer.data.sources.lines import check_utf8, read_complete_lines, read_lines
 from dist_transformer.data.sources.readers import PairReader, Pairs
 from dist_transformer.errors import DataError
 
@@ -82,10 +82,9 @@ def _csv_rows(file: str, drop: bool) -> Iterator[list[str]]:
 
 def _decoded(file: str, number: int, line: bytes, drop: bool) -> str:
     """Decodes a line; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
-    try:
-        return line.decode("utf-8", errors="surrogateescape" if drop else "strict")
-    except UnicodeDecodeError:
-        raise encoding_error(file, number, line) from None
+    if not drop:
+        check_utf8(file, number, line)
+    return line.decode("utf-8", errors="surrogateescape")
 
 
 def valid_pairs(pairs: Sequence[tuple[Any, ...]], refused_at: str | None = None, first: int = 0) -> Pairs:
