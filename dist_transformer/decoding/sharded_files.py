@@ -278,15 +278,11 @@ def _plan_of(output: Path) -> Path:
 
 def _remove_folder(output: Path) -> None:
     """Removes the folder of parts, the plan last, because it identifies the rest. Unrelated files keep the folder."""
-    _clear(_folder(output), (PART_PATTERN, f".{PART_PATTERN}.*.tmp", f".{PLAN_NAME}.*.tmp", PLAN_NAME))
+    for pattern in (PART_PATTERN, f".{PART_PATTERN}.*.tmp", f".{PLAN_NAME}.*.tmp", PLAN_NAME):
+        for path in _folder(output).glob(pattern):
+            path.unlink(missing_ok=True)
     with suppress(OSError):
         _folder(output).rmdir()
-
-
-def _clear(folder: Path, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -23,9 +23,8 @@ def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None)
 def lines_backwards(path: Path, end: int | None = None, max_bytes: int | None = None) -> Iterator[bytes]:
     """Yields lines as `last_lines` does, with errors of the disk."""
     with path.open("rb") as file:
-        end = (
-            file.seek(0, 2) if end is None else end
-        )  # of an open file: on NFS another machine may have written since a stat
+        # The end of an open file: on NFS another machine may have written since a stat.
+        end = file.seek(0, 2) if end is None else end
         begin, rest = 0 if max_bytes is None else max(0, end - max_bytes), b""
         while end > begin:
             size = min(max(PIECE_BYTES, len(rest)), end - begin)  # a long line is not joined from many pieces
