@@ -15,7 +15,6 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
 
 from dist_transformer.config.data_checks import language_code
-from dist_transformer.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +30,9 @@ def corpus_scores(
 ) -> dict[str, float | str]:
     """BLEU and chrF (0 to 100) of detokenized text with their signatures, and the share of exact matches (0 to 1).
 
-    `references`: one or more translations of the same lines; a match with any of them counts.
+    `references`: one or more translations of the same lines, at least one; a match with any of them counts.
     `target_language` selects BLEU's tokenizer, as in sacreBLEU's command: `zh`, `ja-mecab`, `ko-mecab`, else `13a`.
-
-    Raises DataError when there is nothing to score or the sides differ in length.
     """
-    _check_lengths(hypotheses, references)
     bleu, chrf = BLEU(tokenize=_tokenizer(target_language)), CHRF()
     rows = zip(hypotheses, *references, strict=True)
     matches = sum(ours.strip() in {each.strip() for each in theirs} for ours, *theirs in rows)
@@ -75,10 +71,7 @@ def tokenised_scores(
     tensor2tensor's get_ende_bleu.sh, which computed the English-German figures of Vaswani et al. (2017). With `words`
     "moses" both sides are tokenised here, by the rules of `target_language` (English ones if Moses has none);
     with "spaces" they are assumed to be tokenised.
-
-    Raises DataError if there is nothing to score or the sides differ in length.
     """
-    _check_lengths(hypotheses, references)
     if words == "moses":
         from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second
 
@@ -106,17 +99,6 @@ def _multi_bleu(
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
     score = bleu.corpus_score(hypotheses, references).score
     return {key: score, f"{key}_signature": str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")}
-
-
-def _check_lengths(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    for lines in references:
-        if len(hypotheses) != len(lines):
-            raise DataError(
-                f"{len(hypotheses)} translations cannot be scored against {len(lines)} references: expected one "
-                "reference a translation. Check that both come from the same lines."
-            )
-    if not hypotheses:
-        raise DataError("There are no lines to score: expected at least one translation and its reference.")
 
 
 @functools.cache
