@@ -105,7 +105,7 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
         for left_over in run_dir.path.glob(f".{run_dir.model.name}.*.tmp"):  # of a start that was killed here
             shutil.rmtree(left_over, ignore_errors=True)
         try:
-            return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)
+            return write_final_model(run.config, run_dir, run.data.folder, run.data.manifest, run_dir.model)
         except (MachineError, OSError) as error:
             raise MachineError(f"{run_dir.model} could not be written: {error}") from error
         except UserError as error:

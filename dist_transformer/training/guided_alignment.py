@@ -95,7 +95,7 @@ class GuidedAlignment:
 
 def open_lexicon(run: Run) -> Lexicon:
     """Returns the lexicon of a run, which is made from the heads of its training corpora if it is not there (collective)."""
-    path, manifest = run.run_dir.lexicon, run.manifest
+    path, manifest = run.run_dir.lexicon, run.data.manifest
 
     def make() -> None:
         if not path.is_file():

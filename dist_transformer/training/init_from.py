@@ -82,7 +82,7 @@ def initialise(run: Run, model: Transformer) -> dict[str, str]:
     Returns the values to track: the folder that was used, and the SHA-256 of its weights. Raises UserError: the same on
     every rank: there is no such model, or it does not fit.
     """
-    config, tokenizer = run.config, run.manifest.tokenizer
+    config, tokenizer = run.config, run.data.manifest.tokenizer
     doing = run.doing("reading the weights of training.init_from")
     doing()
     found = run_on_rank_zero(run.ranks, lambda: _found(Path(str(config.training.init_from))), doing)

@@ -63,7 +63,7 @@ class Loop:
         lanes = range(run.ranks.rank, run.config.data.lanes, run.ranks.num_ranks)
         self._lane_positions = {lane: state.position.lanes[lane] for lane in lanes}
         self._skips_in_a_row = 0
-        self._weightless = _weightless(run.manifest.special)
+        self._weightless = _weightless(run.data.manifest.special)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from the state of a checkpoint, but for `TrainState`. Raises Diverged: the checkpoint was saved while

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dist_transformer.config.schema import Config, TrainingConfig
-from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.run.folder import RunDir
@@ -34,10 +33,6 @@ class Run:
     recovery: Recovery
     watchdog: Watchdog
     terminal: Terminal
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.data.manifest
 
     def wants_stop(self) -> bool:
         """True if this rank was asked to stop."""

@@ -139,7 +139,7 @@ def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:
 
 def _start_tracker(run: Run, origin: dict[str, str]) -> Tracker:
     """Starts MLflow's tracker: parameters, data, tags by which runs are found; `origin`: those that this start found."""
-    config, prepared, manifest = run.config, run.data.folder, run.manifest
+    config, prepared, manifest = run.config, run.data.folder, run.data.manifest
     tracker = Tracker(run.run_dir, config.tracking, config.run.name, Path(config.run.root), run.run_id)
     config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
     tags = {**_tags(config, run.ranks, manifest), **origin}

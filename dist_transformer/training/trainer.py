@@ -73,7 +73,7 @@ def train(run: Run) -> tuple[bool, int]:
     objective = _initial_objective(run)
     origin = _load_initial_weights(run, objective, checkpoint)
     if run.config.model.positions == "marian" and run.config.model.plugin is None:
-        objective.model.keep_start_at_zero(run.manifest.bos_id)
+        objective.model.keep_start_at_zero(run.data.manifest.bos_id)
     run_on_rank_zero(run.ranks, lambda: _warn_of_held_out(run, checkpoint), run.doing("looking at what was held out"))
     state = _train_state(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
@@ -128,7 +128,7 @@ def build_objective(model: ModelConfig, training: TrainingConfig, manifest: Mani
 
 def _initial_objective(run: Run) -> Objective:
     torch.manual_seed(run.config.run.seed)
-    objective = build_objective(run.config.model, run.training, run.manifest)
+    objective = build_objective(run.config.model, run.training, run.data.manifest)
     if weight := run.training.guided_alignment:
         objective.second_loss = GuidedAlignment(objective.model, open_lexicon(run), weight).loss
     return objective
@@ -138,7 +138,7 @@ def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:
     """Returns the budget of the checkpoint, else searches (collective)."""
     if checkpoint is not None:
         return int(checkpoint.state["recipe"]["data.max_tokens"])
-    ranks, training, manifest = run.ranks, run.training, run.manifest
+    ranks, training, manifest = run.ranks, run.training, run.data.manifest
     doing = run.doing("looking for the largest data.max_tokens")
     doing()
     objective = _initial_objective(run)
@@ -183,9 +183,9 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 
 def _warn_of_held_out(run: Run, checkpoint: Checkpoint | None) -> None:
-    if checkpoint is None and (warning := former_rules_warning(run.data.folder, run.manifest.recipe)):
+    if checkpoint is None and (warning := former_rules_warning(run.data.folder, run.data.manifest.recipe)):
         log.warning("data       %s", warning)
-    if names := ", ".join(f"data.{name}" for name in not_held_out(run.config.data, run.manifest.recipe)):
+    if names := ", ".join(f"data.{name}" for name in not_held_out(run.config.data, run.data.manifest.recipe)):
         log.warning("data       %s: not held out of the text that was prepared before: may be trained on", names)
 
 
@@ -233,7 +233,7 @@ def _loop(
     saver = CheckpointSaver(writer, engine, flush, saved, metrics.stood_still)
     settings, doing = config.data, run.doing("reading windows")
     loader = data.loader(state.position, state.batches, ranks.rank, ranks.num_ranks, settings.loader_workers, doing)
-    batches = GlobalBatchPrefetcher(loader, ranks, run.manifest.training, settings.lanes, state.batches)
+    batches = GlobalBatchPrefetcher(loader, ranks, run.data.manifest.training, settings.lanes, state.batches)
     identity = {
         "recipe": data.recipe(),
         "libraries": data.libraries,
@@ -275,7 +275,7 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     with explaining_out_of_memory("the copy of the state for checkpoints", ranks.device):
         writer.reserve(engine)
     at_once = lanes_of_pass(config.data.lanes, run.training, ranks.num_ranks)
-    dry_run(engine, largest_shapes(config.data, at_once), ranks, run.manifest.eos_id, progress)
+    dry_run(engine, largest_shapes(config.data, at_once), ranks, run.data.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
         dry_run_of_validation(run, validator)
 

@@ -70,7 +70,7 @@ def dry_run_of_validation(run: Run, validator: Validator) -> None:
     """Measures each corpus's largest micro-batches, and translates its longest lines (collective); records nothing.
     Raises UserError: a rank is out of memory; raised on every rank, as WorkFailed is for any other failure. In ZeRO 3,
     whose measuring consists of collectives, on that rank alone."""
-    tokenizer, search = load_tokenizer(run.data.folder, run.manifest.tokenizer), _search(run.config)
+    tokenizer, search = load_tokenizer(run.data.folder, run.data.manifest.tokenizer), _search(run.config)
     doing, started, device = "the dry run of the largest batches of a validation", time.monotonic(), run.ranks.device
     sets = [
         ValidationSet(each.name, _largest(each.batches), first_batch(tokenizer, each.sources, search))
@@ -229,7 +229,7 @@ def _full_model(run: Run, engine: Engine) -> Iterator[Transformer]:
         finally:
             engine.train()
         return
-    ranks, manifest = run.ranks, run.manifest
+    ranks, manifest = run.ranks, run.data.manifest
     model = empty_model(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
     if run.training.precision == "fp16":
         model.half()

@@ -40,7 +40,7 @@ def test_a_disk_that_fails_while_the_model_is_written_is_no_mistake_of_the_user(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[UserError]
 ) -> None:
     run = SimpleNamespace(
-        run_dir=RunDir(tmp_path), ranks=ranks, config=None, manifest=None, data=SimpleNamespace(folder=tmp_path),
+        run_dir=RunDir(tmp_path), ranks=ranks, config=None, data=SimpleNamespace(folder=tmp_path, manifest=None),
         doing=lambda words: lambda: None, wants_stop=lambda: False,
     )  # fmt: skip
     monkeypatch.setattr(finish, "write_final_model", Mock(side_effect=error))
@@ -255,7 +255,9 @@ def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
 
     def attempt(ranks: Any) -> None:
         ranks.device = torch.device("cpu" if ranks.rank else "meta")  # which has room for everything
-        run: Any = SimpleNamespace(config=config, training=training, manifest=manifest, ranks=ranks)
+        run: Any = SimpleNamespace(
+            config=config, training=training, data=SimpleNamespace(manifest=manifest), ranks=ranks
+        )
         with (
             pytest.raises(WorkFailed, match=r"rank 1: out of memory in the copy of the whole model .*translate=false"),
             translation._full_model(run, engine),

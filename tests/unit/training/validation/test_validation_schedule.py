@@ -66,7 +66,7 @@ def test_a_dry_run_takes_only_a_lack_of_memory_for_a_mistake_of_the_user(
     device = torch.device("cpu")
     run: Any = SimpleNamespace(
         config=Config(data={"train": {"demo": "train"}}), ranks=SimpleNamespace(device=device), doing=Mock(),
-        data=SimpleNamespace(folder=None), manifest=SimpleNamespace(tokenizer=None),
+        data=SimpleNamespace(folder=None, manifest=SimpleNamespace(tokenizer=None)),
     )  # fmt: skip
     validator: Any = SimpleNamespace(sets=[], dry_run=Mock(side_effect=WorkFailed(f"rank 1: {said}").agreed()))
     with pytest.raises(UserError, match=said) as raised:
