@@ -68,7 +68,7 @@ class CTranslate2Searcher:
         """Translations of each sentence, at least one and at most `config.n_best`, best first. Raises UserError: a
         prefix leaves no position for the end of the translation."""
         longest = [longest_output(sentence, self.max_positions, self.config) for sentence in batch]
-        found = self._translate(batch, max(longest, default=1))
+        found = self._translate(batch, max(longest))
         for place, limit in enumerate(longest):
             # The batch's longest length was used for this sentence: if a translation exceeds its own, search again.
             if limit < max(longest) and any(len(each.tokens) >= limit for each in found[place]):
@@ -95,8 +95,6 @@ class CTranslate2Searcher:
 
     def _translate(self, batch: Sequence[SearchInput], longest: int) -> list[list[Hypothesis]]:
         """At least beam_size translations of each sentence; `longest` counts the end."""
-        if not batch:
-            return []
         # The first that end may not include all of the best: for several translations, twice as many are searched.
         patience = 2 if self.config.n_best > 1 else 1
         prefixes = [[self._target_tokens[number] for number in sentence.prefix] for sentence in batch]

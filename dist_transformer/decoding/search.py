@@ -43,8 +43,6 @@ class TorchSearcher:
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         """Translations of each sentence, at least one and at most `config.n_best`, best first. Raises UserError: a
         prefix leaves no position for the end of the translation; or the scores are NaN."""
-        if not batch:
-            return []
         constraints = Constraints(batch, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
         ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)

@@ -49,7 +49,7 @@ def longest_output(sentence: SearchInput, max_positions: int | None, config: Dec
 
 
 class Searcher(Protocol):
-    """Finds translations of a batch of sentences; order and composition of the batch do not change a result."""
+    """Finds translations of a batch of sentences, at least one; order and composition of the batch do not change a result."""
 
     max_positions: int | None
     """Longest source and translation in tokens; None: no limit."""

@@ -202,7 +202,3 @@ def test_a_prefix_beyond_the_learned_positions_is_refused(make_random_model: Mak
 
 def test_models_without_a_longest_sentence_give_none(make_random_model: MakeModel) -> None:
     assert searcher([make_random_model(9)]).max_positions is None
-
-
-def test_no_sentences_give_no_translations(make_random_model: MakeModel) -> None:
-    assert searcher([make_random_model(9)]).search([]) == []
