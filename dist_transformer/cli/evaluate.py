@@ -115,7 +115,7 @@ def evaluate_command(
         if run is None:
             raise UserError("--output: keeps what a model reaches, and how fast; with --hypothesis leave it out")
         check_output(output, "scores", lambda path: "sentences_per_second" in read_record(path), is_file=True)
-    code = language_pair.rpartition("-")[2]
+    code = language_pair.partition("-")[2] or language_pair
     metric = None if metric_plugin is None else find("--metric-plugin", metric_plugin)
     if metric is not None:
         metric.load()  # its errors are reported before hours of translating

@@ -18,6 +18,7 @@ from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import PRESETS
 from dist_transformer.config.yaml12 import dump
+from dist_transformer.decoding.long_lines import WITHOUT_SPACES
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output, is_stream, write_output, writing
@@ -84,6 +85,8 @@ def init_command(
     preset = questions.ask("size of the model", preset, proposal.preset_for(pairs), [*PRESETS])
     tokens, longest = pairs * sum(side.mean for side in found.sides), max(side.percentile_99 for side in found.sides)
     sections = proposal.proposed(preset, tokens, longest, found.characters, max_steps)
+    if found.sides[1].script.upper() in WITHOUT_SPACES:
+        sections["tokenizer"]["normalization"] = "identity"
     if splits:
         corpora |= {split: CorpusConfig(**{side: f"{split}.{code}" for side, code in zip(SIDES, languages, strict=True)})
                     for split in ("train", *splits)}  # fmt: skip

@@ -230,6 +230,11 @@ class TokenizerConfig(Section):
     character_coverage: Number = Field(
         1.0, gt=0.0, le=1.0, description="Share of characters that get a piece; sentencepiece takes 0.98 to 1."
     )
+    normalization: Literal["nmt_nfkc", "identity"] = Field(
+        "nmt_nfkc",
+        description="What sentencepiece does to both sides: nmt_nfkc replaces full-width punctuation, `…` and the like, which "
+        "no translation then has; identity: nothing, for targets in Chinese, Japanese or Thai.",
+    )
     source_model: PathStr | None = Field(None, description="An existing .model file to take instead of training one.")
     target_model: PathStr | None = Field(
         None,

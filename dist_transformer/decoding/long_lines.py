@@ -34,7 +34,7 @@ def join_parts(texts: Sequence[str]) -> str:
     """Joins the translations of the parts of a line, with spaces if their script uses them."""
     joined = ""
     for text in filter(None, texts):
-        no_space = not joined or _without_spaces(joined[-1]) or _without_spaces(text[0])
+        no_space = not joined or without_spaces(joined[-1]) or without_spaces(text[0])
         joined += text if no_space else f" {text}"
     return joined
 
@@ -60,5 +60,6 @@ def _break_near_the_middle(text: str) -> int:
     raise AssertionError("a text of two characters has a place between them")
 
 
-def _without_spaces(character: str) -> bool:
+def without_spaces(character: str) -> bool:
+    """Returns True for a character of a script that writes no spaces between words."""
     return unicodedata.name(character, "").startswith(WITHOUT_SPACES)

@@ -15,13 +15,15 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
 
 from dist_transformer.config.data_checks import language_code
+from dist_transformer.decoding.long_lines import without_spaces
 
 log = logging.getLogger(__name__)
 
 Words = Literal["moses", "spaces"]
 """Source of the words in `tokenised_scores`: Moses' tokenizer, or the spaces of the text."""
 
-TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
+TOKENIZERS = {**dict.fromkeys(("zh", "zho", "chi", "cmn", "yue"), "zh"), **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
+              **dict.fromkeys(("ko", "kor"), "ko-mecab")}  # fmt: skip
 """Tokenizers of target languages written without spaces, or with few, as in sacreBLEU's command."""
 
 
@@ -33,7 +35,9 @@ def corpus_scores(
     `references`: one or more translations of the same lines, at least one; a match with any of them counts.
     `target_language` selects BLEU's tokenizer, as in sacreBLEU's command: `zh`, `ja-mecab`, `ko-mecab`, else `13a`.
     """
-    bleu, chrf = BLEU(tokenize=_tokenizer(target_language)), CHRF()
+    text = "".join(references[0][:100])
+    tokenizer = _tokenizer(target_language, sum(map(without_spaces, text)) > len(text) / 2)
+    bleu, chrf = BLEU(tokenize=tokenizer), CHRF()
     rows = zip(hypotheses, *references, strict=True)
     matches = sum(ours.strip() in {each.strip() for each in theirs} for ours, *theirs in rows)
     return {
@@ -102,16 +106,19 @@ def _multi_bleu(
 
 
 @functools.cache
-def _tokenizer(target_language: str) -> str | None:
-    """Name of BLEU's tokenizer; None: sacreBLEU's default."""
+def _tokenizer(target_language: str, has_no_spaces: bool = False) -> str | None:
+    """Name of BLEU's tokenizer; None: sacreBLEU's default, of which a warning says, once, that it needs spaces."""
     language = language_code(target_language)
     wanted = TOKENIZERS.get(language)
+    if wanted is None and has_no_spaces:
+        known = "zh, ja and ko have tokenizers of their own; of other languages without spaces read chrF"
+        log.warning("BLEU takes clauses for words (tok:13a): the target language is %r; %s", target_language, known)
     if wanted is None or wanted == "zh":
         return wanted
     try:
         BLEU(tokenize=wanted)
     except (ImportError, RuntimeError):
-        lacks = f"as its tokenizer for {language}, {wanted}, is not there: pip install 'sacrebleu[{language}]'"
+        lacks = f"as its tokenizer for {language}, {wanted}, is not there: pip install 'sacrebleu[{wanted[:2]}]'"
         log.warning("BLEU counts characters (tok:char), %s", lacks)
         return "char"
     return wanted

@@ -123,6 +123,15 @@ def test_text_that_another_program_cut_is_warned_of(command: Command) -> None:
     assert "the text: 40 of 80 lines look cut by subword-nmt (gir@@ l): give the text as it was before" in said
 
 
+def test_full_width_punctuation_of_a_chinese_target_is_kept(command: Command) -> None:
+    (command.folder / "c.en").write_text("".join(f"{number} words\n" for number in range(40)))
+    (command.folder / "c.zh").write_text(
+        "".join(f"{number} \u4f60\u597d\uff0c\u4e16\u754c\uff01\n" for number in range(40))
+    )
+    command("init", "c.en", "c.zh", "--name", "chinese", **ALONE)
+    assert values(command.folder / "chinese.yaml")["tokenizer"]["normalization"] == "identity"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

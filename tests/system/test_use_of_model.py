@@ -62,7 +62,7 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     assert kept["texts_sha256"] == hashlib.sha256(texts).hexdigest()
     files = ("--source", small_corpus / "valid.en", "--target", small_corpus / "valid.de")
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
-    assert "|tok:zh|" in command("evaluate", trained / "model", *files, "--language-pair", "en-zh")
+    assert "|tok:zh|" in command("evaluate", trained / "model", *files, "--language-pair", "en-zh-Hans")
 
 
 def test_text_without_the_tags_of_training_is_translated_with_a_warning(command, trained, small_corpus, tmp_path):

@@ -20,7 +20,7 @@ from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
-from dist_transformer.data.prepare.report import ReportedCorpus, warn_of_cut_text
+from dist_transformer.data.prepare.report import ReportedCorpus, warn_of_changed_text, warn_of_cut_text
 from dist_transformer.data.prepare.scan import (
     ReportProgress,
     all_corpora,
@@ -38,6 +38,7 @@ from dist_transformer.data.prepare.shards import (
     write_spill,
 )
 from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
+from dist_transformer.data.recipe import taken_models
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
@@ -198,6 +199,11 @@ class Units:
         rules = [*cleaner.repetition_rules()]
         if batch.first_row == 0:
             warn_of_cut_text(name, [*batch.source, *batch.target])
+            is_replaced = self._config.tokenizer.normalization != "identity" and not taken_models(
+                self._config.tokenizer
+            )
+            if is_replaced and name in self._training:
+                warn_of_changed_text(name, batch.target)
         text = cleaner.clean(batch, load_repeated(self._hash_file(name, chunk), rules) if rules else None)
         if self._is_text(name):
             return text_rows(batch, text)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 
@@ -27,6 +28,7 @@ CUT_TEXT = {
     "(^| )&(apos;|quot; )|&apos; | @-@ ": "Moses (&apos; &quot; @-@): give it detokenised, or use evaluate --tokenised spaces",
 }
 MOST_CUT_SHARE = 0.02  # of Moses' German of WMT 3 lines in 100 have a sign, of 200,000 lines of plain text none
+MOST_CHANGED_SHARE = 0.05
 log = logging.getLogger(__name__)
 
 
@@ -72,6 +74,18 @@ def warn_of_cut_text(name: str, texts: Sequence[str | None]) -> None:
     for sign, program in CUT_TEXT.items():
         if (count := sum(re.search(sign, text) is not None for text in texts if text)) > MOST_CUT_SHARE * len(texts):
             log.warning("%s: %d of %d lines look cut by %s. Its BLEU is far too high", name, count, len(texts), program)
+
+
+def warn_of_changed_text(name: str, targets: Sequence[str | None]) -> None:
+    """Warns if many targets have characters, other than spaces, that NFKC replaces, as the tokenizer does."""
+    letters = {letter for text in targets for letter in text or "" if not letter.isspace()}
+    changed = {letter for letter in letters if normalize("NFKC", letter) != normalize("NFC", letter)}
+    count = sum(not changed.isdisjoint(text or "") for text in targets)
+    if count > MOST_CHANGED_SHARE * len(targets):
+        log.warning(
+            f"{name}: {count} of {len(targets)} targets have characters that no translation will have, as the tokenizer "
+            f"replaces them: {' '.join(sorted(changed)[:8])}; tokenizer.normalization: identity keeps them"
+        )
 
 
 def report_text(report: dict[str, Any]) -> str:

@@ -69,6 +69,7 @@ def train_tokenizer(
                 vocab_size=size,
                 hard_vocab_limit=settings.type == "bpe",
                 character_coverage=settings.character_coverage,
+                normalization_rule_name=settings.normalization,
                 byte_fallback=False,
                 input_sentence_size=TRAINING_SENTENCES,
                 shuffle_input_sentence=True,

@@ -31,7 +31,8 @@ run.root run.seed schedule.name schedule.warmup_steps slurm.cluster slurm.contai
 slurm.container_mounts slurm.container_runtime slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb
 slurm.gpus_per_node slurm.max_restarts_without_progress slurm.nodes slurm.preflight slurm.ranks_per_node
 slurm.sbatch slurm.setup slurm.signal_seconds slurm.spare_nodes slurm.srun slurm.time_limit
-tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.source_model tokenizer.target_model
+tokenizer.character_coverage tokenizer.normalization tokenizer.sampling tokenizer.shared
+tokenizer.source_model tokenizer.target_model
 tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled tracking.experiment
 tracking.register_as tracking.uri training.activation_checkpointing
 training.audit_share training.communication_dtype training.compile_layers training.ema_decay training.freeze

@@ -77,9 +77,25 @@ def test_scores_and_signatures_are_those_of_the_sacrebleu_command(tmp_path: Path
     assert 5 < bleu["score"] < 95
 
 
-@pytest.mark.parametrize(("language", "tokenizer"), [("de", "13a"), ("", "13a"), ("zh", "zh"), ("zh_CN", "zh")])
+@pytest.mark.parametrize(
+    ("language", "tokenizer"), [("de", "13a"), ("", "13a"), ("zh", "zh"), ("zh_CN", "zh"), ("zho_Hans", "zh")]
+)
 def test_the_target_language_decides_the_tokenizer(language: str, tokenizer: str) -> None:
     assert f"tok:{tokenizer}|" in str(corpus_scores(HYPOTHESES, [REFERENCES], language)["bleu_signature"])
+
+
+def test_of_text_without_spaces_under_another_language_it_is_said_once_that_13a_is_wrong(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics._tokenizer.cache_clear()
+    for language in ("zh", "th", "th", "de"):
+        lines = REFERENCES if language == "de" else ["\u4e00\u4e8c\uff0c\u4e09\u3002"]
+        corpus_scores(lines, [lines], language)
+    assert [record.getMessage() for record in caplog.records] == [
+        "BLEU takes clauses for words (tok:13a): the target language is 'th'; zh, ja and ko have tokenizers of their own; "
+        "of other languages without spaces read chrF"
+    ]
+    metrics._tokenizer.cache_clear()
 
 
 def test_without_the_package_for_japanese_characters_are_counted_and_it_is_said(

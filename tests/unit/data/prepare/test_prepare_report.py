@@ -11,8 +11,9 @@ from prepare_helpers import PAIRS, SMALL, config_of, write_text
 
 from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
-from dist_transformer.data.prepare.report import warn_of_cut_text
+from dist_transformer.data.prepare.report import warn_of_changed_text, warn_of_cut_text
 from dist_transformer.data.sentences import contained
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import DataError
 
 TEXT = {"source": "train.en", "target": "train.de"}
@@ -127,6 +128,34 @@ def test_a_preparation_warns_of_cut_text_once_for_each_corpus(
     report_of(tmp_path, on_the_fly=on_the_fly)
     [said] = caplog.messages
     assert "train: 50 of 100 lines look cut by subword-nmt" in said  # of the first batch of 50 pairs
+
+
+FULL_WIDTH = "\u4f60\u597d\uff0c\u4e16\u754c\uff01"
+
+
+def test_targets_with_characters_that_the_tokenizer_replaces_are_warned_of_but_not_spaces(
+    caplog: pytest.LogCaptureFixture,
+):
+    plain = [target for _, target in PAIRS[:95]] + [None, "no\u00a0break"]
+    warn_of_changed_text("train", [*plain, FULL_WIDTH, FULL_WIDTH])
+    assert not caplog.messages
+    warn_of_changed_text("train", [*plain, *[FULL_WIDTH] * 10])
+    [said] = caplog.messages
+    assert said.startswith("train: 10 of 107 targets have characters that no translation will have")
+    assert said.endswith(": \uff01 \uff0c; tokenizer.normalization: identity keeps them")
+
+
+@pytest.mark.parametrize("normalization", ["nmt_nfkc", "identity"])
+def test_translations_have_the_punctuation_of_the_targets_if_the_tokenizer_leaves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, normalization: str
+):
+    write_text(tmp_path, [(source, f"{target} {FULL_WIDTH}") for source, target in PAIRS[:300]])
+    config = config_of(tmp_path, tokenizer={"normalization": normalization})
+    prepare(config)
+    tokenizer = Tokenizer.load(prepared_folder(config) / "tokenizer" / "source.model")
+    [found] = [tokenizer.decode_target(ids) for ids in tokenizer.encode_target([FULL_WIDTH])]
+    expected = {"nmt_nfkc": (FULL_WIDTH.replace("\uff0c", ",").replace("\uff01", "!"), 1), "identity": (FULL_WIDTH, 0)}
+    assert (found, len(caplog.messages)) == expected[normalization]
 
 
 def test_the_report_is_a_page_with_aligned_tables_and_a_picture(tmp_path: Path):
