@@ -1,6 +1,5 @@
 """The batch scripts with the values of a submission, run by a real bash."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dist_transformer.package_data import share_folder
 PACKAGE = Path(dist_transformer.__file__).parent
 SCRIPTS = sorted(path.name for path in share_folder("slurm").glob("*.sbatch"))
 END = "# --- end of settings"
+REQUEUEING = ("prepare.sbatch", "translate.sbatch", "command.sbatch")
 
 
 def _settings(script: str) -> str:
@@ -130,7 +130,7 @@ def test_the_ranks_must_see_files_that_lie_elsewhere(tmp_path: Path) -> None:
     assert needed_folders(config, tmp_path / "runs") == folders
 
 
-@pytest.mark.parametrize("name", ["prepare.sbatch", "translate.sbatch", "command.sbatch"])
+@pytest.mark.parametrize("name", REQUEUEING)
 def test_a_log_that_takes_no_more_writes_ends_no_script(tmp_path: Path, name: str) -> None:
     (tmp_path / "srun").write_text("#!/bin/bash\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
@@ -204,7 +204,7 @@ def _fake_srun(folder: Path, exit_code: int) -> dict[str, str]:
     return {"PATH": f"{folder}:/usr/bin:/bin", **slurm}
 
 
-@pytest.mark.parametrize("exit_code", [0, 2, 9])
+@pytest.mark.parametrize("exit_code", [0, 2])
 def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_code(
     tmp_path: Path, exit_code: int
 ) -> None:
@@ -227,7 +227,7 @@ def _run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the script with these programs beside an srun that ends with 75; `sleep` takes no time."""
     environment = {**_fake_srun(folder, 75), "SLURM_RESTART_COUNT": f"{restarts}"}
-    for program, body in {"sleep": "", "squeue": "", "scontrol": "", **programs}.items():
+    for program, body in {"sleep": "", "scontrol": "", **programs}.items():
         (folder / program).write_text(f'#!/bin/bash\necho "{program} $*" >> {folder}/calls\n{body}\n')
         (folder / program).chmod(0o755)
     script = render_script(name, _slurm(), code or folder)
@@ -250,29 +250,85 @@ def test_code_in_a_folder_that_pythonpath_would_split_is_refused_by_hand_too(tmp
 
 
 def _calls(folder: Path, name: str) -> list[str]:
-    return [line for line in (folder / "calls").read_text().splitlines() if line.split()[0] == name]
+    return [line for line in (folder / "calls").read_text().splitlines() if line.startswith(name)]
 
 
-TERM_TO_THE_SCRIPT = "kill -TERM $PPID; exit 75"
-TAKEN_BY = {"limit": "echo COMPLETING TimeLimit", "person": "echo COMPLETING None", "shutdown": "echo RUNNING None"}
+TERM_TO_THE_SCRIPT = "kill -TERM $PPID; exit {}"
+RECORD = (
+    "JobId=7 JobName=a JobState=RUNNING  b UserId=u(0) JobState={} Reason={} Requeue=1 Restarts={} "
+    "EndTime={} Deadline=N/A PreemptTime={} SuspendTime=None"
+)
+TAKEN_BY = {
+    "limit": RECORD.format("COMPLETING", "TimeLimit", 0, 1000, "None"),
+    "person": RECORD.format("COMPLETING", "None", 0, 1000, "None"),
+    "person, resumed before": RECORD.format("CANCELLED", "None", 0, 1000, 900),
+    "shutdown": RECORD.format("RUNNING", "None", 0, 1000, "None"),
+    "pre-emption, grace time": RECORD.format("RUNNING", "None", 0, 1020, 1000),
+    "pre-emption, CANCEL": RECORD.format("COMPLETING", "None", 0, 1001, 1000),
+    "pre-emption, REQUEUE": RECORD.format("COMPLETING", "None", 1, 1000, 1000),
+}
+REQUEUED = {"limit", "shutdown", "pre-emption, grace time", "pre-emption, CANCEL"}
+"""By the script: Slurm itself requeues some, and what a person has cancelled stays cancelled."""
+LATE = "[ $(grep -c show {}/calls) != 1 ] || exit 1; "
 
 
-LATE = "[ $(grep -c squeue {folder}/calls) = 2 ] || exit 1; "
+def _answering(record: str, before: str = "") -> str:
+    return f'case "$*" in *"show job 7"*) {before}echo "{record}" ;; esac'
+
+
+@pytest.mark.parametrize("name", REQUEUEING)
+def test_the_lines_that_requeue_are_the_same_in_each_script(name: str) -> None:
+    lines = [(share_folder("slurm") / each).read_text().split("# --- ")[3] for each in (name, REQUEUEING[0])]
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("requeue: the same lines in ")
+
+
+@pytest.mark.parametrize("who", TAKEN_BY)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("name", REQUEUEING)
+def test_a_job_goes_back_to_the_queue_when_the_machine_took_it_but_not_when_it_was_cancelled(
+    tmp_path: Path, who: str, is_late: bool, name: str
+) -> None:
+    """At its time limit, too, where it has kept what was done."""
+    scontrol = _answering(TAKEN_BY[who], LATE.format(tmp_path) if is_late else "")
+    programs = {"srun": TERM_TO_THE_SCRIPT.format(75), "scontrol": scontrol, "python3": "echo launch"}
+    done = _run_script(tmp_path, programs, name=name)
+    assert done.returncode == 75, done.stderr
+    keeps = name != "command.sbatch" or who != "limit"
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"] * (who in REQUEUED and keeps)
+
+
+@pytest.mark.parametrize("name", REQUEUEING)
+def test_a_job_that_slurm_may_not_requeue_ends_at_once(tmp_path: Path, name: str) -> None:
+    scontrol = _answering(TAKEN_BY["shutdown"].replace("Requeue=1", "Requeue=0"))
+    programs = {"srun": TERM_TO_THE_SCRIPT.format(143), "scontrol": scontrol, "python3": "echo launch"}
+    done = _run_script(tmp_path, programs, name=name)
+    assert done.returncode == 143
+    assert "requeues are disabled for this job; submit it again" in done.stdout
+    assert _calls(tmp_path, "scontrol requeue") + _calls(tmp_path, "sleep") == []
 
 
 @pytest.mark.parametrize(
-    ("squeue", "requeues"),
+    ("exit_code", "restarts", "is_pre_empted", "requeues"),
     [
-        (late + TAKEN_BY[who], int(who != "person"))
-        for late, who in itertools.product(["", LATE], ["limit", "person", "shutdown"])
+        (0, 0, True, 0),
+        (2, 0, True, 0),
+        (1, 0, False, 1),
+        (143, 2, False, 1),
+        (1, 3, False, 0),
+        (143, 9, True, 1),
+        (75, 0, False, 0),
     ],
 )
-def test_preparing_goes_back_to_the_queue_after_its_time_limit_and_a_shutdown_but_not_when_it_was_cancelled(
-    tmp_path: Path, squeue: str, requeues: int
+def test_a_command_is_started_again_after_a_pre_emption_and_three_times_after_a_fault_and_not_after_a_stop_by_request(
+    tmp_path: Path, exit_code: int, restarts: int, is_pre_empted: bool, requeues: int
 ) -> None:
-    done = _run_script(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": squeue.format(folder=tmp_path)})
-    assert done.returncode == 75
-    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+    record = TAKEN_BY["pre-emption, grace time"].replace("Restarts=0", f"Restarts={restarts}")
+    srun = TERM_TO_THE_SCRIPT.format(exit_code) if is_pre_empted else f"exit {exit_code}"
+    programs = {"srun": srun, "scontrol": _answering(record)}
+    done = _run_script(tmp_path, programs, restarts=restarts, name="command.sbatch")
+    assert done.returncode == exit_code
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"] * requeues
 
 
 @pytest.mark.parametrize(
@@ -283,7 +339,7 @@ def test_preparing_goes_back_to_the_queue_after_a_fault_of_the_machine_but_not_f
 ) -> None:
     done = _run_script(tmp_path, {"srun": f"exit {exit_code}"}, restarts=restarts)
     assert done.returncode == exit_code
-    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"] * requeues
     assert ("requeued 20 times" in done.stdout) == (restarts == 20)
 
 
@@ -301,15 +357,16 @@ def test_preparing_goes_back_to_the_queue_after_a_fault_of_the_machine_but_not_f
 def test_translating_goes_back_to_the_queue_after_its_time_limit_and_a_shutdown_that_may_kill_the_ranks(
     tmp_path: Path, who: str, exit_code: int, requeues: int
 ) -> None:
-    programs = {"srun": f"kill -TERM $PPID; exit {exit_code}", "squeue": TAKEN_BY[who], "python3": "echo launch"}
+    srun, scontrol = TERM_TO_THE_SCRIPT.format(exit_code), _answering(TAKEN_BY[who])
+    programs = {"srun": srun, "scontrol": scontrol, "python3": "echo launch"}
     done = _run_script(tmp_path, programs, name="translate.sbatch")
     assert done.returncode == exit_code, done.stderr
-    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"] * requeues
 
 
 def test_preparing_waits_for_a_controller_that_is_away_but_not_for_ever(tmp_path: Path) -> None:
-    _run_script(tmp_path, {"scontrol": f"[ $(grep -c scontrol {tmp_path}/calls) = 3 ]"})
-    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * 3
+    _run_script(tmp_path, {"scontrol": f"[ $(grep -c 'scontrol requeue' {tmp_path}/calls) = 3 ]"})
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"] * 3
     (tmp_path / "calls").unlink()
     done = _run_script(tmp_path, {"scontrol": "exit 1"})
     assert done.returncode == 75
@@ -318,8 +375,9 @@ def test_preparing_waits_for_a_controller_that_is_away_but_not_for_ever(tmp_path
 
 
 def test_preparing_does_not_requeue_what_slurm_has_requeued_or_a_person_cancelled_meanwhile(tmp_path: Path) -> None:
-    done = _run_script(tmp_path, {"scontrol": "kill -TERM $PPID; exit 1"})
-    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"]
+    scontrol = f'[ "$1" != requeue ] || {{ kill -TERM $PPID; exit 1; }}; {_answering(TAKEN_BY["person"])}'
+    done = _run_script(tmp_path, {"scontrol": scontrol})
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"]
     assert "could not be requeued" not in done.stdout
 
 
