@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cluster.checks import name_problems, sbatch_problems, slurm_problems
+from dist_transformer.cluster.checks import after_problems, name_problems, sbatch_problems, slurm_problems
 from dist_transformer.cluster.jobs import job_of
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import known_jobs
@@ -112,7 +112,7 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
         # Left of a submission that was cut off, as by a limit of the QOS.
         due = [name for name in due if name not in jobs]
         busy = [job for job in jobs if not due or states[job].restarts or {*pipeline.nodes[job].reads} & {*due}]
-        if problems := [*sbatch_problems(), *(f"{name}: {jobs[name]} works on it" for name in busy)]:
+        if problems := [*sbatch_problems(), *after_problems(after), *(f"{n}: {jobs[n]} works on it" for n in busy)]:
             raise ConfigError(problems, "cannot submit:")
         planned = _planned(pipeline, due, anew)  # before a folder is renamed
         states = set_aside(pipeline, states)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_transformer.cli.arguments import Overrides, read_run
+from dist_transformer.cluster.checks import after_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.slurm_schema import STAGES, SlurmConfig, Stage
@@ -93,7 +94,7 @@ def checked_submission(
     lines = (*config.slurm.setup, *config.slurm.environment)
     if config.tracking.enabled and not any(VARIABLE in line for line in lines):
         address_of(config.tracking)  # the job inherits the variable: raises if it holds no address
-    problems = first_pairs_problems(config)
+    problems = [*first_pairs_problems(config), *(() if dry_run else after_problems(after))]
     submission = plan_submission(config, run_dir, stages=stages, after=after, problems=problems, dry_run=dry_run)
     return submission, config.slurm
 

@@ -6,12 +6,12 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dist_transformer.cluster.queue import job_now, known_jobs, seconds_of
+from dist_transformer.cluster.queue import job_now, jobs_of, known_jobs, seconds_of
 from dist_transformer.cluster.run_ref import newest_job_id, own_job
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.slurm import is_job_id
@@ -130,6 +130,14 @@ def busy_problems(run_dir: RunDir) -> list[str]:
         f"`dist-transformer stop {run_dir.quoted}`, or choose another run.name"
         for who in [*busy, *([] if of_owner in known else _live_process(run_dir))]
     ]
+
+
+def after_problems(after: Sequence[str]) -> Iterator[str]:
+    """Yields a problem for each job to wait for that has not ended well, or that Slurm does not know and would not wait for."""
+    for job_id in () if sbatch_problems() else after:
+        states = {job.state if job.is_over else "COMPLETED" for job in jobs_of(job_id)} or {"not there (any more)"}
+        for bad in states - {"COMPLETED"}:  # what is not over may still end well
+            yield f"after: job {job_id} is {bad}: expected one that waits, runs or has ended well: leave out what has"
 
 
 def _rank_problems(config: Config) -> Iterator[str]:

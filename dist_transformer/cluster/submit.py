@@ -186,5 +186,4 @@ def _submit_next(job: Job, after: Sequence[str], ids: Mapping[str, str]) -> str:
     except (SlurmError, PerhapsSubmitted) as error:
         taken = ", ".join(f"{job_id} ({stage})" for stage, job_id in ids.items())
         back = f"to take it back: scancel {' '.join(ids.values())}"
-        kind = SlurmError if isinstance(error, SlurmError) else PerhapsSubmitted
-        raise kind(f"{error}\n  already submitted: {taken}; {back}") from error
+        raise type(error)(f"{error}\n  already submitted: {taken}; {back}") from error

@@ -1,6 +1,7 @@
 """`dist-transformer submit` as a person calls it, with Slurm's commands replaced."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from fake_slurm import job_line
 
 import dist_transformer
 from dist_transformer.cli import submit as submit_module
+from dist_transformer.cli.pipeline import submit_pipeline
 from dist_transformer.cli.submit import read_job_ids, read_stages, submit_run
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.checks import memory_problems
@@ -68,11 +70,40 @@ def test_every_path_of_the_kept_configuration_is_absolute(config: Path, monkeypa
 def test_the_jobs_of_a_chain_are_printed_in_their_order(
     config: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    fake_slurm.set_jobs(job_line("9", "RUNNING") + "\n")
     submit_run(config, [], stages=("prepare", "train", "evaluate"), after=("9",))
     first, _, _, log, *_ = capsys.readouterr().out.splitlines()
     assert first == "submitted job 4711 (prepare), job 4712 (train), job 4713 (evaluate), each after the one before"
     assert log.endswith("/slurm/job-4712.log")
     assert "--dependency=afterok:9" in fake_slurm.calls[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (None, "job 9 is not there (any more)"),
+        ("FAILED", "job 9 is FAILED"),
+        ("COMPLETED", None),
+        ("PENDING", None),
+    ],
+)
+def test_a_job_to_wait_for_that_slurm_does_not_know_or_that_has_failed_is_refused(
+    config: Path, fake_slurm: FakeSlurm, state: str | None, why: str | None
+) -> None:
+    """Slurm starts a job at once that is to wait for one that it does not know."""
+    fake_slurm.set_jobs(job_line("9", state) + "\n" if state else "")
+    pipeline = config.with_name("pipeline.yaml")
+    pipeline.write_text(f"root: {config.parent}/root\nnodes: {{one: {{kind: train, config: {config}}}}}\n")
+    for start in (partial(submit_run, config, []), partial(submit_pipeline, pipeline, [])):
+        if why is None:
+            start(after=("9",), dry_run=False)
+        else:
+            with pytest.raises(ConfigError) as caught:
+                start(after=("9",), dry_run=False)
+            advice = "expected one that waits, runs or has ended well: leave out what has"
+            assert caught.value.problems == [f"after: {why}: {advice}"]
+        start(after=("9",), dry_run=True)
+    assert len(fake_slurm.calls) == (2 if why is None else 0)
 
 
 def test_a_run_folder_is_gone_on_with_under_its_own_configuration(config: Path, fake_slurm: FakeSlurm) -> None:

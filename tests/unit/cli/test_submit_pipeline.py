@@ -48,6 +48,7 @@ def test_a_pipeline_that_lies_in_its_own_folder_stays_as_its_user_wrote_it(
     file = pipeline.parent / "root" / "pipeline.yaml"
     file.parent.mkdir()
     text = pipeline.rename(file).read_text()
+    fake_slurm.set_jobs(job_line("9", "PENDING") + "\n")
     submit_pipeline(file, ["nodes.kept.drop=0.2"], ("9",), dry_run=False)
     assert file.read_text() == text
     command, run, copy, *rest = fake_slurm.calls[2][-5:]
@@ -183,7 +184,7 @@ def test_what_a_limit_of_the_queue_left_of_a_pipeline_is_submitted_while_its_job
         submit_pipeline(pipeline, [], (), dry_run=False)
     fake_slurm.program("sbatch", SBATCH)
     comment = f"dist-transformer:{pipeline.parent}/root/teacher"
-    fake_slurm.set_jobs(job_line("4711", "PENDING", comment=comment) + "\n")
+    fake_slurm.set_jobs(job_line("4711", "PENDING", comment=comment) + "\n" + job_line("9", "PENDING") + "\n")
     with pytest.raises(ConfigError, match="teacher: job 4711 pending works on it"):  # it would begin anew
         submit_pipeline(pipeline, ["nodes.teacher.set.data.lanes=9"], (), dry_run=False)
     submit_pipeline(pipeline, [], ("9",), dry_run=False)
