@@ -11,6 +11,7 @@ import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, check_ranks, read_run
 from dist_transformer.config.schema import Config
+from dist_transformer.errors import UserError
 from dist_transformer.processes import stacks
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.processes.launching import importing, num_ranks_given
@@ -38,6 +39,12 @@ def train_command(
     Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can fix, 1 failed.
     """
     of_group = num_ranks_given()
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if of_group is None and tasks != "1" and "SLURM_PTY_PORT" not in os.environ:  # as a shell of `srun --pty` has
+        raise UserError(
+            f"srun started {tasks} tasks without RANK: expected one; use `dist-transformer submit`, `srun -n1` and --ranks N, or "
+            "`srun launch/slurm_task.sh train ...` (docs/slurm.md); for a run in each task unset SLURM_STEP_NUM_TASKS"
+        )
     num_ranks = of_group or ranks
     given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
     stop = StopRequest()

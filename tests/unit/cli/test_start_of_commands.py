@@ -82,3 +82,25 @@ def test_a_verb_is_found_without_the_others():
     unknown = CliRunner().invoke(app, ["trian"])
     assert unknown.exit_code == 2
     assert "No such command 'trian'. Did you mean 'train'" in unknown.output
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"},  # a shell of salloc
+        {"SLURM_NTASKS": "2"},  # a batch script
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "4000"},  # a shell of `srun --pty`
+        {"SLURM_STEP_NUM_TASKS": "2", "RANK": "0"},  # launch/slurm_task.sh, but without the rest of it
+    ],
+)
+def test_train_that_srun_starts_in_several_tasks_which_are_no_ranks_is_refused(given, monkeypatch):
+    """Each would train the same run on one rank, or say that an earlier attempt has not ended."""
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PTY_PORT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    error = CliRunner().invoke(app, ["train", "nonexistent.yaml", "--ranks", "2"]).exception
+    assert isinstance(error, UserError)
+    is_refused = given == {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+    assert ("srun started 2 tasks without RANK: expected one" in str(error)) == is_refused, error
