@@ -35,6 +35,7 @@ _WAITING = {
     "InvalidAccount": "the account is not known to Slurm: it will not start; change slurm.sbatch.account",
     "InvalidQOS": "the QOS is not known to Slurm: it will not start; change slurm.sbatch.qos",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved for others",
+    "ReqNodeNotAvail, Reserved for maintenance": "it reaches into a maintenance: begins after it, or with less slurm.time_limit",
     "NodeDown": "a node that it needs is down",
     "BadConstraints": "no node has what it asks for: it will not start; change slurm.sbatch.constraint",
     "PartitionConfig": "it asks for something that the partition does not have",

@@ -24,9 +24,10 @@ _OF_A_USER = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT)|SBATCH_(ACCOUNT|CONSTRAIN
 """Variables that say where Slurm is and who asks, and defaults of options that submit does not set itself."""
 _OF_JOBS = re.compile(r"(SLURM|SRUN|SBATCH|MASTER|DIST_TRANSFORMER)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
 
-REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
+REFUSED = "change slurm (nodes, time_limit, cpus_per_rank, gpus_per_node), slurm.sbatch (partition, qos, mem, gres); see sinfo"
 _REFUSALS = {
     "Unable to contact": "the controller does not answer: submit again later",
+    "fatal:": "sbatch has no configuration: correct SLURM_CONF, or submit from a login node",
     "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
     "Invalid node name": "correct slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a lost node, delete it",
 }

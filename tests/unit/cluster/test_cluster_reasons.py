@@ -23,6 +23,7 @@ from dist_transformer.errors import EXIT_REQUEUE
         ("AssocGrpCPUMinutesLimit", "share the account"),
         ("ReqNodeNotAvail, UnavailableNodes:n[3,7]", "down, drained or reserved"),
         ("ReqNodeNotAvail, May be reserved for other job", "down, drained or reserved"),
+        ("ReqNodeNotAvail, Reserved for maintenance", "with less slurm.time_limit"),
         ("PartitionTimeLimit", "longer than the partition allows"),
         ("launch failed requeued held", "a node could not start it"),
         ("launch failure limit exceeded requeued held", "a node could not start it"),

@@ -57,6 +57,10 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
         ("Unable to contact slurm controller (connect failure)", "the controller does not answer: submit again later"),
         ("QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job "
          "submit limit, user's size and/or time limits)", "submit again when jobs of yours have ended, or ask for less "),
+        ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+         "change slurm (nodes, time_limit, "),
+        ("fatal: Could not establish a configuration source", "correct SLURM_CONF, or submit from a login node"),
+        ("fatal: Unable to process configuration file", "correct SLURM_CONF, or submit from a login node"),
         ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a lost node, delete it"),
     ],
 )  # fmt: skip
@@ -80,8 +84,8 @@ def test_what_was_there_before_a_refusal_is_there_after_it(run_dir: RunDir, fake
         _submit(run_dir, "second", sbatch={"partition": "gup"})
     assert str(caught.value).startswith("sbatch refused: sbatch: error: invalid partition\n  command: sbatch ")
     assert str(caught.value).endswith(
-        "\n  change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there "
-        "is; nothing was changed in the run folder"
+        "\n  change slurm (nodes, time_limit, cpus_per_rank, gpus_per_node), slurm.sbatch (partition, qos, mem, gres); see "
+        "sinfo; nothing was changed in the run folder"
     )
     assert _files(run_dir.path) == before
 
@@ -154,7 +158,7 @@ def test_what_a_job_was_submitted_with_stays_when_the_next_stage_is_refused(
     run_dir: RunDir, fake_slurm: FakeSlurm
 ) -> None:
     fake_slurm.program("sbatch", f'[[ "$*" != *evaluate* ]] || {{ {REFUSES}; }}\n{SBATCH}')
-    with pytest.raises(SlurmError, match="sinfo shows what there is\n  already submitted: 4711") as caught:
+    with pytest.raises(SlurmError, match="see sinfo\n  already submitted: 4711") as caught:
         _submit(run_dir, "first", "train", "evaluate")
     assert "nothing was changed" not in str(caught.value)
     assert run_dir.config.read_text() == "first"
