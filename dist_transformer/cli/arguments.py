@@ -66,9 +66,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     if type(num_ranks) is not int or num_ranks < 1:
         raise UserError(f"ranks: expected a whole number from 1 on, got {num_ranks!r}")
     if num_ranks > config.data.lanes:
-        raise ConfigError(
-            [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
-        )
+        raise ConfigError([f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each needs one; use fewer"])
 
 
 def write_utf8() -> None:

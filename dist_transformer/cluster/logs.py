@@ -16,7 +16,6 @@ MAX_TAIL_BYTES = 16 << 20
 LOOK_SECONDS = 0.5
 ASK_SECONDS = 10.0
 """Interval at which Slurm is asked whether the run is over, long enough not to burden the cluster's controller."""
-LOOKS_A_QUESTION = round(ASK_SECONDS / LOOK_SECONDS)
 
 _HANG = "where each thread stands:"
 
@@ -45,7 +44,7 @@ def wait_for_log(find: Callable[[], Path | None], is_over: Callable[[], bool]) -
 def _looks(is_over: Callable[[], bool]) -> Iterator[bool]:
     """Yields every LOOK_SECONDS whether the run is over, which is asked every ASK_SECONDS; between them False."""
     for look in count():
-        yield look % LOOKS_A_QUESTION == 0 and is_over()
+        yield look % round(ASK_SECONDS / LOOK_SECONDS) == 0 and is_over()
         time.sleep(LOOK_SECONDS)
 
 

@@ -64,7 +64,5 @@ def stacks_here(run_dir: RunDir, owner: Mapping[str, Any]) -> NodeStacks:
         raise UserError(f"{run_dir.path}: is trained on {owner.get('host')}, this is {host}; ask there")
     first = next((process for process in rank_processes() if process.pid == owner.get("pid")), None)
     if first is None:
-        raise UserError(
-            f"{run_dir.path}: process {owner.get('pid')} of owner.json does not run here as a rank of yours"
-        )
+        raise UserError(f"{run_dir.path}: process {owner.get('pid')} (owner.json) does not run here as a rank of yours")
     return NodeStacks(host, tuple(dump_local(first.job)), None)

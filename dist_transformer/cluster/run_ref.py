@@ -51,9 +51,7 @@ def find_run(text: str, root: Path) -> RunRef:
             "folder, or --root with the folder of your runs"
         )
     if not is_run_folder(found):
-        raise UserError(
-            f"job {text}: its run folder {found} is not there; was it moved or removed? If moved, give its folder"
-        )
+        raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed? If moved, name it")
     return RunRef(RunDir(found), text)
 
 
