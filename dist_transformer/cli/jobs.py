@@ -6,7 +6,7 @@ import typer
 
 from dist_transformer.cli.arguments import RUNS, Overrides, Root, RunOrJob
 from dist_transformer.cli.submit import submit_run
-from dist_transformer.cluster.job_status import ask_slurm
+from dist_transformer.cluster.job_status import again, ask_slurm
 from dist_transformer.cluster.queue import QueuedJob, job_now
 from dist_transformer.cluster.reasons import is_held, waiting_in_words
 from dist_transformer.cluster.run_ref import find_run, own_job
@@ -34,7 +34,7 @@ def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
         print(f"job {target.job_id} was waiting: taken out of the queue; what it had saved is kept")
     else:
         print(f"asked to save and end: {run_dir.stop_file}")
-    print(f"to resume:  dist-transformer resume {run_dir.quoted}")
+    print(f"to resume:  {again(target)}")
 
 
 def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
@@ -46,7 +46,7 @@ def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
     if job is None or job.is_over:
         raise UserError(f"{target.run_dir.path}: nothing to cancel: {_why_idle(job, target.job_id)}")
     cancel_job(target.job_id)
-    print(f"job {target.job_id} is cancelled; to resume:  dist-transformer resume {target.run_dir.quoted}")
+    print(f"job {target.job_id} is cancelled; to resume:  {again(target)}")
 
 
 def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS) -> None:
@@ -65,9 +65,7 @@ def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS
             what = "if the run was moved, `stop` it first"
         raise UserError(f"{target.run_dir.path}: its job {job.job_id} is not over, it is {job.state}{why}; {what}")
     if overrides:
-        raise UserError(
-            f"job {job.job_id} is held and would be released as it is, without {' '.join(overrides)}; `cancel` it first"
-        )
+        raise UserError(f"job {job.job_id} is held, and released without {' '.join(overrides)}; `cancel` it first")
     release_job(job.job_id)
     print(f"job {job.job_id} was held ({job.reason}): released")
 

@@ -41,6 +41,7 @@ def report(target: RunRef) -> Document:
         view = _without_ended_job(view, target.job_id, job)
     view = _as_it_waits(view, now) if waits else _without_earlier_attempts(view, attempt)
     log = log_of_run(target.run_dir, target.job_id)
+    look = f"dist-transformer logs {target.run_dir.quoted}, then " if log else ""
     is_left = is_over and view.state != "finished" and not view.is_alive(now)
     is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
     failures = (r for r in records_of(last_lines(target.run_dir.history)) if r.get("state") == "failed")
@@ -60,7 +61,7 @@ def report(target: RunRef) -> Document:
         "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
         "goodput": None if (goodput := goodput_of(target.run_dir, now)) is None else asdict(goodput),
         "log": None if log is None else str(log),
-        "next": _next(target.run_dir, has_log=log is not None) if is_left else None,
+        "next": look + again(target) if is_left else None,
         "mlflow_run_id": view.mlflow_run_id,
         "mlflow_uri": view.mlflow_uri,
         "job_id": target.job_id,
@@ -125,6 +126,18 @@ def ask_slurm(target: RunRef) -> Answer:
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
 
 
+def again(target: RunRef) -> str:
+    """The command for a user that continues a run whose job is over, with what Slurm has taken out of the queue with it."""
+    run_dir, stages = target.run_dir, read_record(target.run_dir.job).get("stages", {})
+    if (run_dir.path / "node.json").exists():
+        return f"dist-transformer {'submit --pipeline' if run_dir.job.exists() else 'pipeline run'} FILE"
+    if not run_dir.config.exists():  # a job by hand that failed before it wrote its configuration
+        return "submit it again"
+    rest = [*stages][[*stages.values()].index(target.job_id) :] if target.job_id in stages.values() else ["train"]
+    words = f"resume {run_dir.quoted}" if rest == ["train"] else f"submit {run_dir.quoted} --stages {','.join(rest)}"
+    return f"dist-transformer {words}"
+
+
 def _of_run(view: RunView, now: float) -> Document:
     return {
         "run": view.run_dir.name,
@@ -167,15 +180,6 @@ def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None)
     """The view without the heartbeat of a rank that Slurm ended; another job's, or one without a job, is kept."""
     is_of_it = view.owner.get("job") in {job_id, job.number if job else job_id}
     return replace(view, owner={}, heartbeat_time=None) if is_of_it else view
-
-
-def _next(run_dir: RunDir, *, has_log: bool) -> str:
-    """Commands for the user after a job that is over without having finished the run."""
-    look = f"dist-transformer logs {run_dir.quoted}, then " if has_log else ""
-    if run_dir.config.exists():
-        return f"{look}dist-transformer resume {run_dir.quoted}"
-    # A node of a pipeline that trains nothing, or a job by hand that failed before it wrote its configuration.
-    return look + ("dist-transformer submit --pipeline FILE" if run_dir.job.exists() else "submit it again")
 
 
 def _of_last_end(end: Document) -> Document:

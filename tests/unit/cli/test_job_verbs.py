@@ -114,6 +114,37 @@ def test_cancel_ends_the_job(slurm: FakeSlurm, run_dir: RunDir) -> None:
     assert slurm.arguments("scancel") == ["5"]
 
 
+@pytest.mark.parametrize(
+    ("job_id", "rest"),
+    [("4", "prepare,train,average,evaluate"), ("5", "train,average,evaluate"), ("7", "evaluate")],
+)
+def test_what_brings_a_run_back_names_the_stages_that_waited_for_it(
+    slurm: FakeSlurm, run_dir: RunDir, job_id: str, rest: str
+) -> None:
+    """Slurm takes them out of the queue."""
+    comment = f"dist-transformer:{run_dir.path}"
+    note_job(run_dir, {"prepare": "4", "train": "5", "average": "6", "evaluate": "7"}, "sbatch")
+    slurm.answers("squeue", job_line(job_id, "RUNNING", comment=comment))
+    slurm.answers("scancel")
+    again = f"dist-transformer submit {run_dir.path} --stages {rest}"
+    for verb in ("stop", "cancel"):
+        assert f"to resume:  {again}\n" in call(verb, job_id).stdout
+    if job_id == "5":  # that `status` looks at
+        slurm.answers("squeue", job_line("5", "CANCELLED", comment=comment))
+        assert f"next: {again}\n" in call("status", run_dir.path).stdout
+
+
+def test_what_brings_a_node_of_a_pipeline_back_is_its_pipeline(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    """`resume` would leave the nodes that waited for it."""
+    (run_dir.path / "node.json").write_text("{}")
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    slurm.answers("scancel")
+    for verb in ("stop", "cancel"):
+        assert "to resume:  dist-transformer submit --pipeline FILE\n" in call(verb, run_dir.path).stdout
+    run_dir.job.unlink()
+    assert "to resume:  dist-transformer pipeline run FILE\n" in call("stop", run_dir.path).stdout
+
+
 def test_cancel_says_what_there_is_not_to_cancel(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "FAILED"))
     assert "nothing to cancel: job 5 is over (FAILED)" in refusal("cancel", run_dir.path)
@@ -196,7 +227,7 @@ def test_resume_refuses_while_a_job_is_not_over(
 def test_resume_releases_a_held_job(slurm: FakeSlurm, run_dir: RunDir, submitted: list[object]) -> None:
     slurm.answers("squeue", job_line("5", "PENDING", "launch failed requeued held"))
     slurm.answers("scontrol")
-    assert "would be released as it is, without a.b=1" in refusal("resume", run_dir.path, "a.b=1")
+    assert "job 5 is held, and released without a.b=1; `cancel` it first" in refusal("resume", run_dir.path, "a.b=1")
     assert "released" in call("resume", run_dir.path).stdout
     assert slurm.arguments("scontrol") == ["release", "5"]
     assert submitted == []

@@ -230,9 +230,11 @@ def test_a_job_that_is_over_without_having_finished_the_run_says_what_to_do_next
     assert of(run_dir)["next"] is None
     make_run(run_dir.path)
     run_dir.config.unlink()  # as a node of a pipeline that does not train
+    write_json(run_dir.path / "node.json", {})
     assert of(run_dir)["next"] == f"{logs}dist-transformer submit --pipeline FILE"
     add_lines(run_dir.attempts, attempt("began", 70), attempt("ended", 60, exit_code=2))
     run_dir.job.unlink()  # by hand
+    (run_dir.path / "node.json").unlink()
     assert of(run_dir)["next"] == f"{logs}submit it again"
 
 
