@@ -65,8 +65,7 @@ def draw(panel: Panel, marks: Marks, axes: "Axes") -> None:
     for line in panel.lines:
         _draw_line(line, axes)
     if panel.best is not None:
-        step, value = panel.best
-        axes.plot([step], [value], marker="*", markersize=12, color=INK, linestyle="none", label="best", zorder=4)
+        axes.plot(*panel.best, marker="*", markersize=12, color=INK, linestyle="none", label="best", zorder=4)
     _set_axes(panel, axes)
     _draw_marks(marks, axes)
     handles, labels = axes.get_legend_handles_labels()
@@ -137,8 +136,7 @@ def _set_limits(panel: Panel, axes: "Axes") -> None:
 
 
 def _behind_start(curve: Curve) -> Floats:
-    first, last = curve.steps[0], curve.steps[-1]
-    is_shown = curve.steps >= first + WARM_UP_SHARE * (last - first)
+    is_shown = curve.steps >= curve.steps[0] + WARM_UP_SHARE * (curve.steps[-1] - curve.steps[0])
     return curve.values if len(curve.steps) < FEW_POINTS else curve.values[is_shown]
 
 
@@ -147,8 +145,11 @@ def _draw_marks(marks: Marks, axes: "Axes") -> None:
         (marks.restarts, "restart", RESTART, (0, (2, 2))),
         (marks.divergences, "divergence", DIVERGENCE, (0, (1, 1))),
     ):
-        for number, step in enumerate(sorted({step for step in steps if step <= marks.last_step})):
-            axes.axvline(step, color=color, linewidth=1.0, linestyle=style, zorder=1, label=None if number else name)
+        shown = {step * POINTS // max(1, marks.last_step): step for step in sorted(steps) if step <= marks.last_step}
+        if shown:  # one line with gaps: thousands of lines take minutes
+            xy = np.repeat([*shown.values()], 3), np.tile([0.0, 1.0, np.nan], len(shown))
+            look: dict[str, Any] = {"color": color, "linewidth": 1.0, "linestyle": style, "zorder": 1, "label": name}
+            axes.plot(*xy, transform=axes.get_xaxis_transform(), **look)
     axes.set_xlim(-0.01 * marks.last_step, max(1, 1.02 * marks.last_step))
 
 

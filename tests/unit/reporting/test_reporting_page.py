@@ -176,6 +176,19 @@ def test_a_start_without_an_end_was_killed_or_goes_on(run_dir):
     assert [row[8] for row in rows[2:]] == ["no end was recorded: killed", "no end was recorded: running, or killed"]
 
 
+def test_of_thousands_of_starts_and_attempts_the_newest_200_have_a_row(run_dir):
+    append(run_dir.history, [{"event": "start", "step": step, "time": time_of(500)} for step in range(1000, 2500)])
+    run_dir.slurm.mkdir()
+    append(run_dir.attempts, [{"event": "began", "time": 5.0, "job": "12", "attempt": n} for n in range(1, 1302)])
+    page = page_of(run_dir)
+    starts, attempts = page.table_with("start", "began")[1:], page.table_with("job", "attempt")[1:]
+    assert [(row[0], row[2]) for row in starts] == [(str(n + 3), f"{1000 + n:,}") for n in range(1300, 1500)]
+    assert [row[1] for row in attempts] == [str(n) for n in range(1102, 1302)]
+    assert "1,302 earlier ones: history.jsonl" in page.text
+    assert "1,101 earlier ones: slurm/attempts.jsonl" in page.text
+    assert dict(page.tables[0])["Starts"] == "1,502"
+
+
 def test_attempts_divergences_and_excluded_nodes_stand_in_the_history(run_dir):
     run_dir.slurm.mkdir()
     began = {"event": "began", "time": 5.0, "job": "12", "attempt": 1, "newest": None, "nodes": "n[1-2]", "ranks": 2}
