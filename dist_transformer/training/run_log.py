@@ -7,7 +7,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -74,9 +74,10 @@ class RunLog:
     def checkpoint_saved(self, step: int, path: Path, write_seconds: float) -> None:
         """Deletes checkpoints that are not to be kept, and reports this one to the history, MLflow and run.json."""
         add_to_history(self._run_dir, "saved", step, {"write_seconds": round(write_seconds, 3)})
+        kept: list[Path] = []
         with _warned_of_disk(path):
-            retention.retain(self._run_dir, self._checkpoints, self._metric)
-        self._report(path)
+            kept = retention.retain(self._run_dir, self._checkpoints, self._metric)
+        self._report(path, kept)
         with _warned_of_disk(path):
             write_json(self._run_dir.state, {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)})
             if (found := goodput_of(self._run_dir, time.time(), self._counted)) is not None:
@@ -107,14 +108,14 @@ class RunLog:
         if path.is_dir() and not any(event["event"] == "checkpoint" and event.get("step") == step for event in events):
             self._report(path)
 
-    def _report(self, path: Path) -> None:
+    def _report(self, path: Path, kept: Sequence[Path] = ()) -> None:
         if self.tracker is None:
             return
         with _warned_of_disk(path):
             measures, _ = validation_of(path)
             state = {**read_json(path / STATE), "validation": measures}
-            kept = [one.name for one in checkpoints.saved(self._run_dir)]
-            self.tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, self._metric), kept)
+            names = [one.name for one in kept or checkpoints.saved(self._run_dir)]
+            self.tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, self._metric), names)
 
 
 def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:

@@ -102,10 +102,10 @@ def average_weights(
 
 def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str, last: int) -> list[Path]:
     """Returns the checkpoints to average, oldest first; so many of the `last` where none can be the best."""
-    regular = retention.regular(run_dir, every_steps)
+    regular = retention.regular(saved := checkpoints.saved(run_dir), every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
     if choice.kind == "steps":
-        there = {checkpoints.step_of(path): path for path in checkpoints.saved(run_dir)}
+        there = {checkpoints.step_of(path): path for path in saved}
         if there and (missing := sorted({*choice.steps} - {*there})):
             raise CheckpointError(f"{run_dir.checkpoints}: no step {missing[0]}, expected one of {[*there]}")
         used = list(_complete([there[step] for step in sorted({*choice.steps} & {*there})], run_id))

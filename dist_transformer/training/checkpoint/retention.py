@@ -19,10 +19,10 @@ JUDGED_LATE_STEPS = 3
 """Delay of divergence checks: a step's loss is that of the weights before it, and is checked two steps later."""
 
 
-def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
-    """Returns the newest checkpoint and the regular ones, oldest first, as in a run without stops: those of every
+def regular(paths: Sequence[Path], every_steps: int) -> list[Path]:
+    """Returns of all checkpoints the newest and the regular ones, oldest first, as in a run without stops: those of every
     `checkpoints.every_steps` steps of the start that saved them; of `every_steps`, if they do not know it."""
-    paths = [path for path in saved(run_dir) if step_of(path) > 0]
+    paths = [path for path in paths if step_of(path) > 0]
     return [path for path in paths if path == paths[-1] or _is_due(path, "every_steps", every_steps)]
 
 
@@ -34,8 +34,8 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
     return sorted(_measured_as_the_newest(paths, metric)[:count], key=step_of)
 
 
-def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
-    """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit).
+def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> list[Path]:
+    """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit); returns those kept, oldest first.
 
     Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
     PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of the regular ones the `keep_best` that are best
@@ -43,8 +43,8 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
     `keep_every_steps` steps.
     """
     if not (paths := saved(run_dir)):
-        return
-    of_regular_steps = regular(run_dir, settings.every_steps)
+        return []
+    of_regular_steps = regular(paths, settings.every_steps)
     kept = {paths[-1], *of_regular_steps[-settings.keep_last :]}
     judged = step_of(paths[-1]) - PATIENCE_STEPS - JUDGED_LATE_STEPS
     kept |= {*[path for path in paths if step_of(path) < judged][-1:]}
@@ -56,9 +56,9 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
         missing -= len(measured)
         rest = [path for path in rest if path not in measured]
     kept |= {path for path in paths if _is_due(path, "keep_every_steps", settings.keep_every_steps or 0)}
-    for path in paths:
-        if path not in kept:
-            delete(path)
+    for path in sorted({*paths} - kept, key=step_of):
+        delete(path)
+    return sorted(kept, key=step_of)
 
 
 def _is_due(path: Path, key: str, otherwise: int) -> bool:

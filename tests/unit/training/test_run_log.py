@@ -25,6 +25,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records
 from dist_transformer.training import finish, rank, run_log, trainer
+from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.run_log import RunLog, add_to_history, is_best_so_far, note
 from dist_transformer.training.validation import translation
@@ -206,6 +207,26 @@ def test_a_checkpoint_that_a_killed_start_did_not_tell_of_is_told_of_by_the_next
     assert tracker.told == [(20, False, ["step_00000010", "step_00000020"])]
     records.report_unreported(0)  # a new run
     assert len(tracker.told) == 1
+
+
+def test_a_save_looks_at_each_checkpoint_once_and_tells_of_those_that_stay(tmp_path, monkeypatch):
+    """A run may keep thousands, on a disk where each look is a round trip, while all ranks wait."""
+    run_dir, tracker, looked, is_file = RunDir(tmp_path / "run"), Told(), [], checkpoints.is_file
+    kept = {"every_steps": 10, "keep_last": 2, "keep_every_steps": 20}
+    config = Config.model_validate({"data": {"train": {"demo": "train"}}, "checkpoints": kept})
+    records = RunLog(config, run_dir, tracker, None)
+    for step in (10, 20, 30, 40, 50):
+        save(run_dir, step, early_stopping=None)
+    monkeypatch.setattr(checkpoints, "is_file", lambda path: looked.append(path.parent.name) or is_file(path))
+    names = [f"step_{step:08d}" for step in (10, 20, 30, 40, 50)]
+    records.checkpoint_saved(50, run_dir.checkpoints / names[-1], 1.0)
+    assert looked == names
+    expected = [names[1], *names[3:]]
+    assert tracker.told == [(50, False, expected)]
+    monkeypatch.setattr(retention, "delete", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    save(run_dir, 60, early_stopping=None)
+    records.checkpoint_saved(60, run_dir.checkpoints / "step_00000060", 1.0)
+    assert tracker.told[1:] == [(60, False, [*expected, "step_00000060"])]
 
 
 def test_a_full_disk_at_the_end_of_a_log_is_a_warning(caplog):

@@ -324,7 +324,7 @@ def test_checkpoints_of_another_interval_stay_the_regular_the_best_and_the_perma
     for step in (10, 20, 25, 30, 40, 50, 60):
         save(run_dir, step, 1, validation={"loss": abs(step - 20.0)}, settings=of_intervals(10, 30))
     save(run_dir, 65, 1, validation={"loss": 65.0}, settings=of_intervals(13, 130))
-    assert names(retention.regular(run_dir, 13)) == [10, 20, 30, 40, 50, 60, 65]  # 25 was a stop
+    assert names(retention.regular(checkpoints.saved(run_dir), 13)) == [10, 20, 30, 40, 50, 60, 65]  # 25 was a stop
     assert kept(run_dir, every_steps=13, keep_last=3, keep_best=2, keep_every_steps=130) == [10, 20, 30, 50, 60, 65]
     assert kept(run_dir, every_steps=13, keep_last=1, keep_every_steps=50) == [30, 60, 65]
 
