@@ -185,7 +185,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def share_as_folder(path: Path) -> None:
     """Makes the file readable for everyone who may read its folder: safetensors makes files for their owner only."""
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    with suppress(OSError):  # a disk that keeps no permissions
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -71,7 +71,11 @@ def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
     """Renames `temporary` to `folder`, with what it lacks of an older folder but for `own_files`, whenever it is killed."""
     old, gone = temporary.with_suffix(".old"), {str(folder): [*own_files, *os.listdir(temporary)]}
     if folder.exists():
-        shutil.copytree(folder, temporary, True, lambda at, _: gone.get(at, []), _link, dirs_exist_ok=True)
+        try:
+            shutil.copytree(folder, temporary, True, lambda at, _: gone.get(at, []), _link, dirs_exist_ok=True)
+        except shutil.Error as error:  # of a folder that is there: of its permissions, which not all disks keep
+            if failed := [why for at, to, why in error.args[0] if not os.path.isdir(at) or not os.path.isdir(to)]:
+                raise OSError(failed[0]) from error
         os.rename(folder, old)
     os.rename(temporary, folder)
     flush_to_disk(folder.parent)
@@ -83,4 +87,4 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # the disk has no hard links, or not for this user
-        shutil.copy2(source, target)
+        shutil.copyfile(source, target)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,39 @@ def test_an_older_folder_that_cannot_be_brought_back_now_hides_no_error(
     with complete_folder(folder, "a model folder", Path.is_dir) as new:
         assert (folder / "config.json").read_text() == "old"
         (new / "more.json").write_text("new")
+
+
+def _refused(*_: object, **__: object) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("refuses_links", [False, True])
+def test_a_model_is_saved_and_replaced_on_a_disk_that_keeps_no_permissions(
+    refuses_links: bool, save_small_model: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "chmod", _refused)
+    if refuses_links:
+        monkeypatch.setattr(os, "link", _refused)
+    saved = save_small_model()
+    write_text(saved.folder / "notes" / "today.txt", "mine")
+    saved.information = replace(saved.information, step=2400)
+    saved.save()
+    assert load_model_folder(saved.folder).information.step == 2400
+    assert (saved.folder / "notes" / "today.txt").read_text() == "mine"
+
+
+def test_an_older_folder_whose_files_cannot_be_copied_stays_and_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path / "model" / "notes" / "today.txt", "mine")
+    monkeypatch.setattr(os, "link", _refused)
+    monkeypatch.setattr(shutil, "copyfile", _refused)
+    with (
+        pytest.raises(MachineError, match=r"model: cannot be written \(\[Errno 1\] Operation not permitted\)"),
+        complete_folder(tmp_path / "model", "a model folder", Path.is_dir) as new,
+    ):
+        (new / "config.json").write_text("new")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["model/notes/today.txt"]
 
 
 KILLED = """
