@@ -194,5 +194,8 @@ def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # disks that flush files alone
+            raise
     finally:
         os.close(descriptor)

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -227,6 +228,24 @@ def test_an_error_of_a_write_is_told_with_its_file(
         f"dist-transformer: {tmp_path}/out: {os.strerror(getattr(errno, name))}: a fault of the disk"
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_flushes_no_folders_takes_files_and_its_refusal_of_a_file_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = [stat.S_IFDIR]
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_IFMT(os.fstat(descriptor).st_mode) in refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_text(tmp_path / "a", "first")
+    assert (tmp_path / "a").read_text() == "first"
+    refused[:] = [stat.S_IFREG]
+    with pytest.raises(OSError, match="Invalid argument"), replacing(tmp_path / "a") as temporary:
+        temporary.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
 
 
 def test_what_a_run_writes_is_removed_before_the_demo_trains_anew_and_nothing_else(tmp_path: Path) -> None:
