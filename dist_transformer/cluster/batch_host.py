@@ -17,6 +17,7 @@ from pathlib import Path
 from dist_transformer.cluster import slurm
 from dist_transformer.cluster.requeue import nodes_to_exclude, note_lost_host
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.errors import MachineError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
@@ -76,7 +77,7 @@ def _keep_away(run_dir: RunDir, record: dict[str, str], host: str) -> None:
     left = slurm.host_names(record["NodeList"])
     similar = {*slurm.similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), left[0])} - {host}
     reason = "it went down with the batch script, and may hold the job when it is back"
-    with suppress(OSError):
+    with suppress(OSError, MachineError):
         exclude(run_dir, {host: reason}, len(left) + 1, len(similar) - len(left))
 
 

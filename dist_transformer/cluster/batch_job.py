@@ -190,7 +190,7 @@ class BatchJob:
         found = self._wait_for([*map(str, command)], self._environment(self._nodes), lambda: False)
         if given.preflight == "exclude" and found == EXIT_EXCLUDE:
             added = dict[str, str]()
-            with suppress(OSError):  # training finds out whether the disk is away
+            with suppress(OSError, MachineError):  # training finds out whether the disk is away
                 reasons = reasons_of_preflight(folder / "report.json")
                 others = slurm.num_similar_nodes(self._job, self._nodes)
                 added = exclude(self._run_dir, reasons, len(self._nodes), others)

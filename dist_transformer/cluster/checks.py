@@ -118,7 +118,7 @@ def sbatch_problems() -> list[str]:
 
 def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
-    note, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
+    note, of_owner = read_record(run_dir.job, is_patient=True), read_record(run_dir.owner, is_patient=True).get("job")
     newest = newest_job_id(run_dir) or ""
     ids = [*filter(is_job_id, [note.get("job_id"), *note.get("stages", {}).values(), newest, of_owner])]
     known = {} if sbatch_problems() else {each: job for each, job in known_jobs(ids).items() if own_job(job, run_dir)}

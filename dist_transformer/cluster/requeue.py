@@ -138,7 +138,7 @@ def decide(
         return Decision("stop", f"stopped by the file {run_dir.stop_file}")
     refresh(run_dir.checkpoints)  # another machine wrote the newest ones
     newest, without_progress, spared = newest_checkpoint(run_dir), 0, 0
-    before = read_record(run_dir.restarts)
+    before = read_record(run_dir.restarts, is_patient=True)
     if before and before.get("newest_checkpoint") == newest:
         without_progress, spared = before.get("without_progress", 0), before.get("suspended", 0)
     is_spared = stopped_seconds >= SUSPENDED_SECONDS and spared < LOST_ATTEMPTS * max_restarts

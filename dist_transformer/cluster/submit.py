@@ -125,7 +125,7 @@ def submit(submission: Submission) -> dict[str, str]:
 
 def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     """Writes job.json; its job_id, which `status` and `logs` look at, is the training job's, or else the last one's."""
-    old = read_record(run_dir.job)
+    old = read_record(run_dir.job, is_patient=True)
     others = [job for stage, job in old.get("stages", {}).items() if stage != "train"]
     kept = None if old.get("job_id") in others else old.get("job_id")  # a training job's
     job_id = ids.get("train") or kept or list(ids.values())[-1]

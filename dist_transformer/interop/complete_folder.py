@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
+from dist_transformer.errors import MachineError
 from dist_transformer.files import flush_to_disk
 from dist_transformer.run.outputs import check_output, never, writing
 
@@ -50,7 +51,7 @@ def complete_folder(
             shutil.rmtree(temporary, ignore_errors=True)
             if os.path.exists(temporary):
                 log.warning("%s: cannot be removed; it is not needed any more", temporary)
-            with suppress(OSError):  # hides no error of the block, and is no fault of a folder that is complete
+            with suppress(OSError, MachineError):  # hides no error of the block; no fault of a complete folder
                 _clear_up(real, is_own)  # the older one is back if the new one could not get its name
 
 

@@ -144,7 +144,7 @@ def card_of(loaded: LoadedModel) -> str:
 
 def is_model_folder(folder: Path) -> bool:
     """True if this program, in any version, wrote the folder, by the label in it."""
-    return read_record(folder / CONFIG).get("label") == LABEL
+    return read_record(folder / CONFIG, is_patient=True).get("label") == LABEL
 
 
 def tokenizer_files(folder: Path) -> TokenizerFiles:

@@ -158,9 +158,9 @@ def check_run_folder(run_dir: RunDir) -> None:
 
 def is_own_run(run_dir: RunDir) -> bool:
     """True if the files of the folder show that this program wrote it."""
-    notes = read_record(run_dir.state).keys() | read_record(run_dir.job).keys()
+    notes = read_record(run_dir.state, is_patient=True).keys() | read_record(run_dir.job, is_patient=True).keys()
     is_begun = any(run_dir.checkpoints.glob("step_*")) or (run_dir.snapshot / "dist_transformer").is_dir()
-    if is_begun or notes & {"run_id", "state", "job_id"} or "boot" in read_record(run_dir.owner):
+    if is_begun or notes & {"run_id", "state", "job_id"} or "boot" in read_record(run_dir.owner, is_patient=True):
         return True
     try:
         return run_dir.config.is_file() and read_yaml(run_dir.config).values.keys() >= SECTIONS

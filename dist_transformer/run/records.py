@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from dist_transformer.config.metrics import MEASURES
-from dist_transformer.files import parse_json, read_json
+from dist_transformer.files import MISPLACED, parse_json, patiently, read_json
 from dist_transformer.run.tail import PIECE_BYTES, last_lines
 
 Record = dict[str, Any]
@@ -51,10 +51,10 @@ def sound(record: Record) -> Record:
     return used | {name: [*map(sound, used[name])] for name in _LISTS if name in used}
 
 
-def read_record(path: Path) -> Record:
-    """Reads a JSON file of a run; empty if there is none, or it cannot be read."""
+def read_record(path: Path, *, is_patient: bool = False) -> Record:
+    """Reads a JSON file of a run; empty if there is none, or it cannot be read. `is_patient`: retried, then MachineError."""
     try:
-        record = read_json(path)
+        record = patiently(path, lambda: read_json(path), MISPLACED) if is_patient else read_json(path)
     except (OSError, ValueError):
         return {}
     return sound(record) if isinstance(record, dict) else {}

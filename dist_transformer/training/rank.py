@@ -201,7 +201,7 @@ def _note_failure(
         # Said by an earlier start, or before a rollback was refused.
         if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
-        before = read_record(run_dir.state)
+        before = read_record(run_dir.state, is_patient=True)
         if not is_refusal or before.get("state") != "finished":
             note(run_dir, ranks, "failed", reason=reason)
         elif ranks.is_rank_zero:

@@ -170,7 +170,7 @@ class SilentErrors:
             return []
         try:  # rather wait for another node than train on this one: spare nodes are not counted
             return list(exclude(run_dir, again, len({*self._nodes}), len(again)))
-        except OSError as error:
+        except (OSError, MachineError) as error:
             log.warning("%s: %s", run_dir.excluded, error)
             return []
 

@@ -65,7 +65,7 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
 def is_cleaned(folder: Path) -> bool:
     """True if `clean` wrote in this folder, and its work folder is none of another program."""
     work = folder / WORK_FOLDER
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         is_free = not work.exists() or not any(work.iterdir())
         is_begun = (work / LABEL).is_file() or (is_free and holds_only(folder, [work]))
         return is_begun or (is_free and "corpora" in read_json(folder / REPORT_NAME))

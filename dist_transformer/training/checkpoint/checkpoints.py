@@ -98,7 +98,7 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
             "run.name or move this folder away."
         )
     notes = [(run_dir.metrics.name, record) for record in read_records(run_dir.metrics, "goodput")]
-    notes += [(run_dir.state.name, read_record(run_dir.state))]  # both written once a checkpoint is complete
+    notes += [(run_dir.state.name, read_record(run_dir.state, is_patient=True))]  # both written after a checkpoint
     signs = [f"{run_dir.model.name}/{WEIGHTS} is there"] if is_file(run_dir.model / WEIGHTS) else []
     signs += [f"{name} says that step {step} was saved" for name, note in notes if (step := note.get("step", 0)) > 0]
     if signs and not diverged:

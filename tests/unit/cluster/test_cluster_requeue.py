@@ -1,9 +1,11 @@
 """The decision after each attempt of a job."""
 
+import errno
 import math
 from pathlib import Path
 
 import pytest
+from stuttering_disk import FOR_GOOD, stuttering
 
 from dist_transformer.cluster import requeue
 from dist_transformer.cluster.requeue import (
@@ -97,6 +99,22 @@ def test_an_unfinished_checkpoint_is_no_progress(run_dir: RunDir) -> None:
     _checkpoint(run_dir, "step_00000020.tmp")
     assert newest_checkpoint(run_dir) == "step_00000010"
     assert decide(run_dir, 1, max_restarts=1).then != "requeue"
+
+
+def test_a_disk_that_does_not_answer_neither_forgets_restarts_nor_excluded_nodes(run_dir: RunDir) -> None:
+    exclude(run_dir, {"n1": "bad"}, 40, 9)
+    assert decide(run_dir, 1, max_restarts=1).then == "requeue"
+    kept = {run_dir.restarts.name, run_dir.excluded.name}
+    with stuttering(errno.EIO, kept, FOR_GOOD):
+        with pytest.raises(MachineError, match=f"{run_dir.restarts}: cannot be read now"):
+            decide(run_dir, 1, max_restarts=1)
+        with pytest.raises(MachineError, match=f"{run_dir.excluded}: cannot be read now"):
+            exclude(run_dir, {"n2": "bad"}, 40, 9)
+        assert excluded_nodes(run_dir) == {}, "those who look are not kept waiting"
+    with stuttering(errno.EIO, kept):
+        assert decide(run_dir, 1, max_restarts=1).then == "stop"
+        assert exclude(run_dir, {"n2": "bad"}, 40, 9) == {"n2": "bad"}
+    assert [*excluded_nodes(run_dir)] == ["n1", "n2"]
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_step(run_dir: RunDir) -> None:

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stuttering_disk import FOR_GOOD, stuttering
 from tokenised_models import make_model_folder
 
 from dist_transformer.errors import CheckpointError, MachineError
@@ -247,6 +248,18 @@ def test_what_a_user_put_into_a_folder_survives_a_kill_while_it_is_replaced(mome
     subprocess.run([*program, "0"], check=True)
     assert {name: (folder / name).read_text() for name in [*own, "config.json"]} == {**own, "config.json": "new"}
     assert (folder / "link").is_symlink()
+
+
+def test_a_model_whose_label_cannot_be_read_for_a_moment_is_replaced_and_not_taken_for_another_program_s(
+    save_small_model: Save,
+) -> None:
+    saved = save_small_model()
+    saved.information = replace(saved.information, step=2400)
+    with stuttering(errno.EIO, {"config.json"}, FOR_GOOD), pytest.raises(MachineError, match="cannot be read now"):
+        saved.save()
+    with stuttering(errno.EIO, {"config.json"}):
+        saved.save()
+    assert load_model_folder(saved.folder).information.step == 2400
 
 
 def test_folders_that_killed_processes_left_go_after_a_day(

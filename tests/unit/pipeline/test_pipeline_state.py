@@ -1,5 +1,6 @@
 """Which nodes are done, which resume, which begin anew."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,16 +11,19 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from pipeline_folder import CONFIG, due, make, make_all, pipeline_in
+from stuttering_disk import FOR_GOOD, stuttering
 from typer.testing import CliRunner
 
 from dist_transformer.cli import pipeline as cli
-from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
+from dist_transformer.errors import EXIT_REQUEUE, EXIT_USER_ERROR, ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
+from dist_transformer.pipeline import run
 from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, locked, set_aside, words_of
 from dist_transformer.pipeline.schema import KINDS, Pipeline
-from dist_transformer.pipeline.state import State, complete, states_of
+from dist_transformer.pipeline.state import RECORD, State, complete, states_of
+from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 
 
@@ -270,6 +274,25 @@ def test_a_verb_that_ended_before_it_was_noted_is_done(folder):
     assert states_of(pipeline)["teacher"].state == "done"
     set_aside(pipeline, {"teacher": states_of(pipeline)["teacher"]})
     assert read_json(record)["made"] == noted["made"]
+
+
+def test_a_record_that_cannot_be_read_for_a_moment_makes_no_node_new_and_is_not_written_over(folder, monkeypatch):
+    pipeline = pipeline_in(folder)
+    make_all(pipeline)
+    with stuttering(errno.EIO, {RECORD, "run.json"}):
+        assert due(pipeline) == {}
+    with stuttering(errno.EIO, {RECORD}, FOR_GOOD), pytest.raises(MachineError, match=f"{RECORD}: cannot be read now"):
+        due(pipeline)
+    (folder / "mono").write_text("another\n")
+    states = states_of(pipeline)
+    begin(pipeline, "other", states["other"])
+    (pipeline.folder("other") / KINDS["translate"].made[0]).unlink()
+    monkeypatch.setattr(run, "run_program", lambda *_: EXIT_USER_ERROR)
+    with forwarding_signals() as signals, stuttering(errno.EIO, {RECORD}):
+        assert run.run_node(pipeline, "other", signals) == EXIT_USER_ERROR
+    noted = read_json(pipeline.folder("other") / RECORD)
+    assert noted["ended"] == EXIT_USER_ERROR
+    assert noted["key"] == states["other"].now["key"]
 
 
 def test_a_node_was_done_when_its_results_were_written_whenever_that_is_noted(folder):

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from prepare_helpers import PAIRS, SMALL, TEXT, config_in, rows_in
+from stuttering_disk import stuttering
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.schema import Config
 from dist_transformer.data.prepare import chunks, clean
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +95,8 @@ def test_data_clean_writes_over_nothing_that_is_not_ours_and_begins_anew_after_a
     clean.clean(config, out, lambda *_: None)
     assert len((out / "train.en").read_text().splitlines()) == 50
     assert not (out / ".clean").exists()
+    with stuttering(errno.EIO, {clean.REPORT_NAME}), pytest.raises(MachineError, match="Input/output error"):
+        clean.clean(config, out, lambda *_: None)
 
 
 def test_data_clean_is_refused_where_another_process_cleans_and_changes_nothing_there(tmp_path: Path):

@@ -5,13 +5,12 @@ import os
 import random
 import resource
 import shutil
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_helpers import RUN_ID, contents, folders, rewrite, save
 from safetensors.torch import save_file
+from stuttering_disk import FOR_GOOD, stuttering
 
 from dist_transformer import files
 from dist_transformer.config.schema import CheckpointConfig, DivergenceConfig
@@ -210,8 +209,11 @@ def test_a_run_whose_checkpoints_were_purged_does_not_begin_again(run_dir, purge
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert checkpoints.newest_complete(run_dir, RUN_ID) is None  # died before its first checkpoint
     write_json(run_dir.state, {"step": 3, "state": "failed"})
-    with pytest.raises(
-        CheckpointError, match=r"has no checkpoint, but run\.json says that step 3 was saved: were they pu"
+    with (
+        pytest.raises(
+            CheckpointError, match=r"has no checkpoint, but run\.json says that step 3 was saved: were they pu"
+        ),
+        stuttering(errno.EIO, {"run.json"}),
     ):
         checkpoints.newest_complete(run_dir, RUN_ID)
 
@@ -249,81 +251,55 @@ STUTTERS = {
 """Some of what a file system answers for a moment: a client that was evicted, a server that starts again."""
 
 
-@pytest.fixture
-def stutter(monkeypatch):
-    """In its block, opens, looks at and listings of paths with one of these names fail so many times each."""
-    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
-
-    @contextmanager
-    def stuttering(number, names, times=1):
-        left = {}
-
-        def failing(method):
-            def act(path, *arguments, **named):
-                if path.name in names and left.setdefault((path, method), times) > 0:
-                    left[path, method] -= 1
-                    raise OSError(number, os.strerror(number), str(path))
-                return method(path, *arguments, **named)
-
-            return act
-
-        with monkeypatch.context() as patch:
-            for method in ("open", "stat", "iterdir"):
-                patch.setattr(Path, method, failing(getattr(Path, method)))
-            yield
-
-    return stuttering
-
-
 @pytest.mark.parametrize("number", sorted(STUTTERS), ids=errno.errorcode.get)
 @pytest.mark.parametrize(
     "names",
     [{file} for file in FILES] + [{NEWEST}, {"checkpoints"}, {*FILES, "checkpoints"}],
     ids=lambda n: "+".join(sorted(n)),
 )
-def test_a_disk_that_stutters_at_a_start_sets_nothing_aside(run_dir, stutter, number, names):
+def test_a_disk_that_stutters_at_a_start_sets_nothing_aside(run_dir, number, names):
     before = contents(run_dir.checkpoints)
-    with stutter(number, names):
+    with stuttering(number, names):
         assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
         assert checkpoints.newest_run_id(run_dir) == RUN_ID
     assert contents(run_dir.checkpoints) == before
 
 
 @pytest.mark.parametrize("name", [*FILES, NEWEST, "checkpoints"])
-def test_a_disk_that_does_not_answer_is_a_fault_of_the_machine_and_changes_nothing(run_dir, stutter, name):
+def test_a_disk_that_does_not_answer_is_a_fault_of_the_machine_and_changes_nothing(run_dir, name):
     before = folders(run_dir)
     says = rf"{name}.* cannot be read now .*Start again when its disk answers"
-    with stutter(errno.ESHUTDOWN, {name}, times=10**6), pytest.raises(MachineError, match=says) as fault:
+    with stuttering(errno.ESHUTDOWN, {name}, FOR_GOOD), pytest.raises(MachineError, match=says) as fault:
         checkpoints.newest_complete(run_dir, RUN_ID)
     assert fault.value.exit_code == 1
     assert sorted(os.listdir(run_dir.checkpoints)) == ["latest", *before]
 
 
 @pytest.mark.parametrize("times", [1, 10**6])
-def test_a_disk_that_stutters_gives_a_run_no_other_id(run_dir, stutter, times):
+def test_a_disk_that_stutters_gives_a_run_no_other_id(run_dir, times):
     """With another one all its checkpoints would be taken for those of another run."""
-    with stutter(errno.ENOTCONN, {"state.json"}, times):
+    with stuttering(errno.ENOTCONN, {"state.json"}, times):
         try:
             assert checkpoints.newest_run_id(run_dir) == RUN_ID
         except MachineError:
             assert times > 1
 
 
-def test_a_disk_that_stutters_sets_no_checkpoint_aside_that_is_saved_again(run_dir, stutter):
+def test_a_disk_that_stutters_sets_no_checkpoint_aside_that_is_saved_again(run_dir):
     before = contents(run_dir.checkpoints)
-    with stutter(errno.EAGAIN, {"manifest.json"}):
+    with stuttering(errno.EAGAIN, {"manifest.json"}):
         assert all(saved.was_there for saved in save(run_dir, 3))
     assert contents(run_dir.checkpoints) == before
 
 
 @pytest.mark.parametrize("times", [1, 10**6])
-def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutter, times, monkeypatch):
+def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, times, monkeypatch):
     monkeypatch.setattr(retention, "PATIENCE_STEPS", 0)
     for step in range(4, 9):
         save(run_dir, step, validation={"loss": float(step)})
     before = folders(run_dir)
     settings = CheckpointConfig(every_steps=1, keep_last=2, keep_best=2)
-    with stutter(errno.EHOSTDOWN, {"state.json"}, times):
+    with stuttering(errno.EHOSTDOWN, {"state.json"}, times):
         try:
             retention.retain(run_dir, settings, "loss")
         except MachineError:
@@ -331,12 +307,12 @@ def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutte
     assert {"step_00000004", "step_00000005"} <= {*folders(run_dir)}
 
 
-def test_a_disk_that_stutters_loses_no_decision_after_a_divergence(run_dir, stutter):
+def test_a_disk_that_stutters_loses_no_decision_after_a_divergence(run_dir):
     settings = DivergenceConfig(policy="lower_learning_rate")
     decided = recover(run_dir, settings, "fp32", Diverged("the loss was above 9", 3), 2)
-    with stutter(errno.ECONNRESET, {"divergence.json"}):
+    with stuttering(errno.ECONNRESET, {"divergence.json"}):
         assert read_recovery(run_dir) == decided
-    with stutter(errno.ECONNRESET, {"divergence.json"}, times=10**6), pytest.raises(MachineError):
+    with stuttering(errno.ECONNRESET, {"divergence.json"}, FOR_GOOD), pytest.raises(MachineError):
         read_recovery(run_dir)
 
 
@@ -401,12 +377,12 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_a_start_reads_beside_checkpoints_is_waited_for_and_not_called_damaged(tmp_path, stutter, name):
+def test_what_a_start_reads_beside_checkpoints_is_waited_for_and_not_called_damaged(tmp_path, name):
     """Nobody is told to prepare again, to copy a model again, or to mend a configuration, for a moment without a disk."""
     run_dir = RunDir(tmp_path)
     (tmp_path / name).write_text('{"run_id": "0123"}', encoding="utf-8")
-    with stutter(errno.ESTALE, {name}, times=10**6), pytest.raises(MachineError, match="cannot be read now"):
+    with stuttering(errno.ESTALE, {name}, FOR_GOOD), pytest.raises(MachineError, match="cannot be read now"):
         READERS[name](run_dir)
     if name in ("config.yaml", "run.json"):
-        with stutter(errno.ESTALE, {name}):
+        with stuttering(errno.ESTALE, {name}):
             READERS[name](run_dir)
