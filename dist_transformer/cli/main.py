@@ -155,22 +155,17 @@ def run_as_command(run: Callable[[], object]) -> None:
         if not error.is_agreed or os.environ.get("RANK", "0") == "0":
             say(f"dist-transformer: {error}")
         _leave(error.exit_code)
-    except BrokenPipeError:
-        _drop_output()  # the reader has ended: `| head`
-        sys.exit(EXIT_FAILED)
     except OSError as error:
+        _drop_output()
+        if isinstance(error, BrokenPipeError):
+            sys.exit(EXIT_FAILED)  # the reader has ended: `| head`
         if isinstance(error, FileNotFoundError) and error.filename is None:
             error.filename = "the current folder"  # was removed: os.getcwd() names none
-        if error.filename is not None and error.errno is not None:
-            message = as_message(error)
-            say(f"dist-transformer: {message}")
-            _leave(message.exit_code)
-        # The error is of standard output: errors of other files have a file name.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.filename is None and error.errno in (None, errno.EBADF, errno.EINVAL):
             raise
-        say(f"dist-transformer: cannot write: {error.strerror}; make room and start again")
-        _drop_output()
-        _leave(EXIT_FAILED)
+        message = as_message(error)
+        say(f"dist-transformer: {message}")
+        _leave(message.exit_code)
     except RuntimeError as error:
         from dist_transformer.training.memory import is_out_of_memory
 
@@ -182,8 +177,11 @@ def run_as_command(run: Callable[[], object]) -> None:
 
 
 def _drop_output() -> None:
-    """Discards buffered output, which cannot be written; the end of the process would try again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Discards buffered output that cannot be written; the end of the process would try again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(code: int) -> None:

@@ -44,6 +44,10 @@ def report(target: RunRef) -> Document:
     look = f"dist-transformer logs {target.run_dir.quoted}, then " if log else ""
     is_left = is_over and view.state != "finished" and not view.is_alive(now)
     is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
+    try:
+        goodput = goodput_of(target.run_dir, now)
+    except OSError as error:
+        goodput, said = None, [*said, f"{target.run_dir.path}: its goodput cannot be read now ({error})"]
     failures = (r for r in records_of(last_lines(target.run_dir.history)) if r.get("state") == "failed")
     return {
         **_of_run(view, now),
@@ -59,7 +63,7 @@ def report(target: RunRef) -> Document:
         "excluded_nodes": view.excluded,
         "divergences": len(view.divergences),
         "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
-        "goodput": None if (goodput := goodput_of(target.run_dir, now)) is None else asdict(goodput),
+        "goodput": None if goodput is None else asdict(goodput),
         "log": None if log is None else str(log),
         "next": look + again(target) if is_left else None,
         "mlflow_run_id": view.mlflow_run_id,

@@ -13,7 +13,6 @@ the folder. So a new start finds all finished parts, whichever process wrote the
 import codecs
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import MISPLACED, file_sha256, patiently, read_json, replacing, write_json, write_text
 from dist_transformer.run.outputs import check_output, is_stream, writing
 
@@ -78,8 +77,7 @@ class Parts:
             write_json(_plan_of(self.output), self.plan)
             with replacing(self.output) as temporary, temporary.open("wb") as out:
                 for chunk in range(self.num_chunks):
-                    with self._part(chunk).open("rb") as part:
-                        shutil.copyfileobj(part, out, READ_BYTES)
+                    out.write(patiently(part := self._part(chunk), part.read_bytes, MISPLACED))
             _remove_folder(self.output)
             return True
 
@@ -228,10 +226,14 @@ def _version_of(path: Path) -> tuple[int, ...] | None:
     return None
 
 
-def _opened(path: Path) -> BufferedReader:
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
-        return patiently(path, lambda: path.open("rb"), MISPLACED)
+        with patiently(path, lambda: path.open("rb"), MISPLACED) as file:
+            yield file
     except OSError as error:
+        if error.filename is None:  # of a read: only an opening names the file
+            raise MachineError(f"{path}: cannot be read ({error}): start again when its disk answers") from error
         raise UserError(f"{path}: cannot be read: {error.strerror}; expected a text file in UTF-8") from None
 
 

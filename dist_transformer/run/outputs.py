@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError, MachineError, UserError
-from dist_transformer.files import LEFT_OVER, MISPLACED, NO_LOCKS, write_text
+from dist_transformer.files import FULL, LEFT_OVER, MISPLACED, NO_LOCKS, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -130,13 +130,14 @@ def is_misplaced(error: BaseException) -> bool:
 def as_message(error: OSError) -> UserError:
     """Returns an OSError as one of our errors: UserError for a path that the user has to fix, else MachineError."""
     place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    if is_misplaced(error):
+    if place and is_misplaced(error):
         return UserError(
             f"{place}{error.strerror}: expected a path that exists, is of the right kind and is open to this user; give "
             "another, or mend this one"
         )
+    fault = "a fault of the disk or of the machine; start again when it is repaired"
     return MachineError(
-        f"{place}{error.strerror or error}: a fault of the disk or of the machine; start again when it is repaired"
+        f"{place}{error.strerror or error}: {'make room and start again' if error.errno in FULL else fault}"
     )
 
 

@@ -282,7 +282,7 @@ def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(
             check=False,
         )
     assert process.returncode == 1
-    assert process.stderr == "dist-transformer: cannot write: No space left on device; make room and start again\n"
+    assert process.stderr == "dist-transformer: No space left on device: make room and start again\n"
     closed = ["sh", "-c", 'exec "$@" <&-', "closed", *PROGRAM, "translate", str(model)]
     process = subprocess.run(closed, stderr=subprocess.PIPE, text=True, env=without(NOT_INHERITED), check=False)
     assert process.returncode == 2

@@ -338,6 +338,16 @@ def test_a_checkpoint_and_an_owner_that_go_while_one_looks_are_no_error(
     assert (view.owner, view.heartbeat_time) == ({"host": "n1"}, None)
 
 
+def test_a_history_that_cannot_be_read_costs_the_goodput_alone(run_dir: RunDir) -> None:
+    run_dir.history.unlink(missing_ok=True)
+    run_dir.history.symlink_to("/proc/self/mem")  # opens, and answers EIO
+    document = report(RunRef(run_dir, None))
+    assert document["goodput"] is None
+    assert document["step"] == look_at(run_dir).step > 0
+    told = f"{run_dir.path}: its goodput cannot be read now ([Errno 5] Input/output error"
+    assert [text for text in document["warnings"] if text.startswith(told)]
+
+
 @pytest.mark.parametrize("max_steps", ["70000", "null"])
 def test_the_last_step_is_found_without_reading_all_settings(run_dir: RunDir, max_steps: str) -> None:
     run_dir.config.write_text(

@@ -7,6 +7,7 @@ import gzip
 import lzma
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ from dist_transformer.decoding.sharded_files import (
     digest_and_lines,
     digest_of,
     is_complete,
+    numbered_lines,
     open_parts,
 )
 from dist_transformer.errors import MachineError, UserError
@@ -82,6 +84,34 @@ def test_a_disk_that_stutters_is_no_mistake_of_the_user(
         left[0] = failures
         with pytest.raises(MachineError, match="cannot be read now") if failures > 1 else nullcontext():
             read(tmp_path / "model")
+
+
+@pytest.mark.parametrize("read", [digest_and_lines, lambda path: [*numbered_lines(path)]])
+def test_a_file_that_opens_and_cannot_be_read_is_named(read: Callable[[Path], Any]) -> None:
+    path = Path("/proc/self/mem")  # at 0 there is no memory
+    with pytest.raises(MachineError, match=rf"{path}: cannot be read \(.*Input/output error\): start again when"):
+        read(path)
+
+
+def test_a_part_that_cannot_be_read_for_a_moment_is_joined_and_a_disk_that_is_away_is_not_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, left, read_bytes = opened(tmp_path / "out", 1), [10**6], Path.read_bytes
+    parts.write(0, ["a"])
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
+
+    def stutters(path: Path) -> bytes:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stutters)
+    with pytest.raises(MachineError, match=r"0000000\.txt: cannot be read now"):
+        parts.join()
+    left[0] = 1
+    assert parts.join()
+    assert (tmp_path / "out").read_text() == "a\n"
 
 
 @pytest.mark.parametrize("there", [None, ""])
@@ -201,7 +231,7 @@ def test_a_part_that_comes_late_is_not_mixed_with_another_translation(tmp_path: 
         with pytest.raises(UserError, match="seed: 2 there, none now"):
             act()
     assert other.num_done() == 0
-    sharded_files.shutil.rmtree(tmp_path / "out.parts")
+    shutil.rmtree(tmp_path / "out.parts")
     with pytest.raises(UserError, match=r"out\.parts: was removed while it was written to"):
         other.write(0, ["text"])
     assert not (tmp_path / "out.parts").exists()
@@ -226,7 +256,7 @@ def test_a_full_disk_is_the_machines_fault_and_the_parts_stay(tmp_path: Path, mo
             parts.write(0, ["text"])
     parts.write(0, ["text"])
     with monkeypatch.context() as patched:
-        patched.setattr(sharded_files.shutil, "copyfileobj", fail)
+        patched.setattr(os, "fsync", fail)
         with pytest.raises(MachineError, match="No space left on device"):
             parts.join()
     assert parts.join()

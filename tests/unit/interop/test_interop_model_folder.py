@@ -259,7 +259,8 @@ def test_a_model_whose_label_cannot_be_read_for_a_moment_is_replaced_and_not_tak
         saved.save()
     with stuttering(errno.EIO, {"config.json"}):
         saved.save()
-    assert load_model_folder(saved.folder).information.step == 2400
+    with stuttering(errno.EIO, {"config.json"}):
+        assert load_model_folder(saved.folder).information.step == 2400
 
 
 def test_folders_that_killed_processes_left_go_after_a_day(

@@ -50,6 +50,39 @@ def test_an_error_that_names_a_file_is_a_message_and_its_kind_decides_the_exit_c
         assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["EIO", "ESTALE", "ETIMEDOUT", "EPERM"])
+def test_an_error_of_a_read_that_names_no_file_is_the_machine_s_and_keeps_what_was_printed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    def fail() -> None:
+        print("before")
+        raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+
+    with (tmp_path / "printed").open("w") as printed, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", printed)
+        with pytest.raises(SystemExit) as end:
+            run_as_command(fail)
+    assert end.value.code == EXIT_FAILED
+    told = f"dist-transformer: {os.strerror(getattr(errno, name))}: a fault of the disk or of the machine; start again"
+    assert capsys.readouterr().err.startswith(told)
+    assert (tmp_path / "printed").read_text() == "before\n"
+
+
+def test_a_standard_output_that_takes_nothing_is_told_and_discarded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            run_as_command(lambda: print("a line", flush=True))
+    assert end.value.code == EXIT_FAILED
+    told = "dist-transformer: No space left on device: make room and start again\n"
+    assert capsys.readouterr().err == told
+
+
 def test_an_error_of_a_relative_path_is_told_with_the_path_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,9 +257,8 @@ def test_an_error_of_a_write_is_told_with_its_file(
         run_as_command(write)
     assert end.value.code == EXIT_FAILED
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"dist-transformer: {tmp_path}/out: {os.strerror(getattr(errno, name))}: a fault of the disk"
-    )
+    advice = "make room" if name == "EDQUOT" else "a fault of the disk"
+    assert said.startswith(f"dist-transformer: {tmp_path}/out: {os.strerror(getattr(errno, name))}: {advice}")
     assert not list(tmp_path.iterdir())
 
 
