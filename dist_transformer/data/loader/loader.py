@@ -20,7 +20,7 @@ from dist_transformer.data.loader.position import Position, Quarantined
 from dist_transformer.data.loader.window import BatchShape, Window, WindowBuilder
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest, lane_digest
 from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
-from dist_transformer.errors import DataError
+from dist_transformer.errors import MachineError
 
 Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
 """The quarantined (corpus, row group) pairs of each window."""
@@ -106,7 +106,7 @@ class LaneLoader:
         """Returns one micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
 
         Raises:
-            DataError: a row group cannot be read, or no longer in a window that was begun with it.
+            DataError, MachineError: a row group cannot be read, or no longer in a window that was begun with it.
             MachineError: the loader stalls, or one of its processes was killed.
         """
         batches = [self._next_of(lane) for lane in self._lanes]
@@ -216,12 +216,13 @@ def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
 
 
 def _refuse_other_rows(window: Window) -> None:
-    """Raises a DataError if a window that was begun has other rows now: rows would be lost or repeated unnoticed."""
+    """Raises MachineError if a window that was begun has other rows now: rows would be lost or repeated unnoticed. Its disk
+    may be away, as the file was well before: a few requeues of the Slurm job do no harm."""
     newly = [group for group in window.quarantined if (group.corpus, group.row_group) not in window.request.without]
     if newly:
-        raise DataError(
+        raise MachineError(
             f"{newly[0].place} cannot be read ({newly[0].reason}), but it could when {window.request.key} was "
-            f"begun, so that it cannot be quarantined now. Restore the file, or resume from a "
+            f"begun, so that it cannot be quarantined now. Restore the file, wait for its disk, or resume from a "
             "checkpoint before that window: move the newer ones out of the run's folder `checkpoints`."
         )
 

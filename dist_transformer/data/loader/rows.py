@@ -32,8 +32,6 @@ Groups = dict[tuple[int, int], pa.Table]
 """Tables by (corpus, row group)."""
 ROWS_AT_ONCE = 4096
 """Rows of text that are tokenized together where nobody needs whole row groups, which may have a million."""
-QUARANTINED_BEFORE = "quarantined before"
-"""Reason given for a row group that the request excludes."""
 log = logging.getLogger(__name__)
 
 
@@ -105,7 +103,7 @@ class RowReader:
                     yield self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
             except UnreadableRowGroup as error:
                 if (most_bad := most_bad - 1) < 0:
-                    raise _cannot_read(place, error, self._remedy(place)) from error
+                    raise self._cannot_read(place, error) from error
                 log.warning("data       left out %s (%s)", place, error)
 
     def _corpus(self, name: str) -> TokenCorpus | TextCorpus:
@@ -132,28 +130,27 @@ class RowReader:
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
             place = self._corpora[corpus].places[row_group]
             if (corpus, row_group) in request.without:
-                quarantined.append(Quarantined(request.key, corpus, row_group, str(place), QUARANTINED_BEFORE))
+                quarantined.append(Quarantined(request.key, corpus, row_group, str(place), "quarantined before"))
                 continue
             try:
                 tables[corpus, row_group] = self._corpora[corpus].read(row_group)
             except UnreadableRowGroup as error:
                 if self._data.on_bad_row_group == "raise":
                     way_out = ", or set data.on_bad_row_group: quarantine to continue without its rows"
-                    raise _cannot_read(place, error, f"{self._remedy(place)}{way_out}") from error
+                    raise self._cannot_read(place, error, way_out) from error
                 quarantined.append(Quarantined(request.key, corpus, row_group, str(place), str(error)))
         return tables, tuple(quarantined)
 
-    def _remedy(self, place: RowGroupPlace) -> str:
+    def _cannot_read(self, place: RowGroupPlace, error: UnreadableRowGroup, way_out: str = "") -> UserError:
+        """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
+        remedy = f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
         if place.is_in_place:
             of_hub = ", its server, HF_HUB_OFFLINE or HF_HOME, or train from shards with data.on_the_fly: false"
-            return "Repair or restore the file" + of_hub * place.file.startswith("hf://")
-        return f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
-
-
-def _cannot_read(place: RowGroupPlace, error: UnreadableRowGroup, remedy: str) -> UserError:
-    """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
-    kind = MachineError if error.is_outage else DataError
-    return kind(f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}.")
+            remedy = "Repair or restore the file" + of_hub * place.file.startswith("hf://")
+        if error.is_outage:
+            remedy = "Start again when its disk, or its server, answers"
+        kind = MachineError if error.is_outage else DataError
+        return kind(f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}{way_out}.")
 
 
 def _joined(columns: Sequence[TokenColumn]) -> TokenColumn:

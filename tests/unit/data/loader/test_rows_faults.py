@@ -296,6 +296,8 @@ def test_an_outage_is_put_back_into_the_queue_and_a_bad_file_is_not(tmp_path, to
     with pytest.raises(UserError, match="row group 0 cannot be read") as raised:
         reader_of(tmp_path, {"train": tokens}).read(WINDOW)
     assert type(raised.value) is (MachineError if is_outage else DataError)
+    assert ("Start again when its disk" in str(raised.value)) == is_outage
+    assert ("delete" in str(raised.value)) == (not is_outage)
 
 
 def test_a_file_of_the_hub_that_is_read_in_place_needs_the_hub_and_the_message_names_the_way_around(
