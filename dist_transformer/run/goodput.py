@@ -16,6 +16,7 @@ from datetime import datetime
 from itertools import pairwise, zip_longest
 from typing import Any
 
+from dist_transformer.files import modified
 from dist_transformer.format import duration
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
@@ -134,7 +135,7 @@ def _starts(run_dir: RunDir, now: float) -> list[_Start]:
 def _last_sign(run_dir: RunDir, now: float) -> float:
     """Returns when a start without an end, and without another one after it, was seen last: `now` if it lives."""
     with suppress(OSError):
-        return min(now, run_dir.owner.stat().st_mtime)
+        return min(now, modified(run_dir.owner))
     return max((record.get("time", 0.0) for record in read_records(run_dir.metrics)), default=0.0)
 
 

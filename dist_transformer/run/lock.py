@@ -17,7 +17,7 @@ from typing import Any
 import filelock
 
 from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError, say
-from dist_transformer.files import NO_LOCKS, file_clock, read_json, refresh, write_json
+from dist_transformer.files import NO_LOCKS, file_clock, modified, read_json, refresh, write_json
 from dist_transformer.run.folder import RunDir
 
 BEAT_SECONDS = 5.0
@@ -64,7 +64,7 @@ class RunLock:
             self._lock.release()
             raise self._refusal(age=0.0)
         with suppress(FileNotFoundError):
-            self._record["before_seen"] = round(self._owner.stat().st_mtime, 3)
+            self._record["before_seen"] = round(modified(self._owner), 3)
         write_json(self._owner, self._record)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dist_transformer import files
 from dist_transformer.run import goodput as goodput_module
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, Counted, Goodput, goodput_of, goodput_text, rows_of
@@ -156,6 +158,14 @@ def test_a_run_that_trains_is_counted_up_to_now_and_one_that_was_killed_up_to_it
     assert goodput(run_dir, 2000).total == pytest.approx(50)  # nobody holds the run folder
     run_dir.owner.write_text("{}", encoding="utf-8")
     assert goodput(run_dir, 2000).total == pytest.approx(1000)
+
+
+def test_the_last_sign_of_a_run_is_by_this_machine_s_clock(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "file_clock", lambda _: time.time() + 3600)  # the file server's is ahead
+    write(run_dir.history, start(1010, 0, 1000))
+    run_dir.owner.write_text("{}", encoding="utf-8")
+    os.utime(run_dir.owner, (0, 1500 + 3600))
+    assert goodput(run_dir, 2000).total == pytest.approx(500, abs=60)
 
 
 def one_record_then_an_error(*arguments: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer import files
 from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
@@ -169,6 +170,18 @@ def test_a_holder_whose_clock_is_wrong_is_refused_while_its_heart_beats_and_take
     lock = _lock(run_dir)
     lock.acquire()
     assert read_json(run_dir.owner)["pid"] == os.getpid()
+    lock.release()
+
+
+def test_when_the_one_before_was_seen_last_is_noted_by_this_machine_s_clock(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "file_clock", lambda _: time.time() + 3600)  # the file server's is ahead
+    write_json(run_dir.owner, {})
+    os.utime(run_dir.owner, (0, 1500 + 3600))
+    lock = _lock(run_dir)
+    lock.acquire()
+    assert read_json(run_dir.owner)["before_seen"] == pytest.approx(1500, abs=60)
     lock.release()
 
 
