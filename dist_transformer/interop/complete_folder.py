@@ -79,7 +79,11 @@ def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
                 raise OSError(failed[0]) from error
         os.rename(folder, old)
     os.rename(temporary, folder)
-    flush_to_disk(folder.parent)
+    try:
+        flush_to_disk(folder.parent)
+    except OSError as error:  # it has its name; an older one stays for a day
+        log.warning("%s: is written, but its name is not flushed to the disk: %s", folder, error)
+        return
     with suppress(OSError):
         old.rename(temporary)  # to be removed under that name: half of it must not be brought back
 

@@ -211,6 +211,28 @@ def test_an_older_folder_whose_files_cannot_be_copied_stays_and_the_reason_is_to
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["model/notes/today.txt"]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_that_has_its_name_is_written_though_that_cannot_be_flushed(
+    is_there: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, fsync = tmp_path / "model", os.fsync
+
+    def fails(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    if is_there:
+        write_text(folder / "config.json", "old")
+    monkeypatch.setattr(os, "fsync", fails)
+    with complete_folder(folder, "a model folder", Path.is_dir) as new:
+        (new / "config.json").write_text("new")
+    assert (folder / "config.json").read_text() == "new"
+    assert f"{folder}: is written, but its name is not flushed to the disk: [Errno 5]" in caplog.text
+    left = [path.read_text() for path in tmp_path.glob(".model.*.old/config.json")]
+    assert left == (["old"] if is_there else [])
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
