@@ -22,7 +22,7 @@ from dist_transformer.config.yaml12 import dump, load
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts, with_rows
 from dist_transformer.errors import CheckpointError, DataError, UserError
-from dist_transformer.files import write_text
+from dist_transformer.files import MISPLACED, patiently, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled
 from dist_transformer.interop.marian import LENGTH_PENALTY, model_of, refuse_others, save_imported
@@ -221,8 +221,7 @@ def _name_of(_: str, side: str, _layers: str, number: str, part: str, *rest: str
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a .npz by name, and its settings. CheckpointError: it is missing, damaged, or not Marian's."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
+        arrays = patiently(path, lambda: dict(np.load(path, allow_pickle=False)), MISPLACED)
         return arrays, {**load(arrays.pop(SETTINGS).tobytes().rstrip(b"\0").decode())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         raise CheckpointError(

@@ -29,7 +29,7 @@ from dist_transformer.data.tokenizer.model_file import (
 )
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, round_up
 from dist_transformer.errors import DataError, UserError
-from dist_transformer.files import write_json
+from dist_transformer.files import MISPLACED, patiently, write_json
 from dist_transformer.interop.foreign_weights import Rows
 from dist_transformer.interop.model_folder import TokenizerFiles
 
@@ -120,9 +120,7 @@ def read_tokenizer_names(folder: Path) -> dict[str, str]:
 def read_object(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
     """The JSON object of a file, or what `parse` makes of it. DataError: it is missing or something else."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file, expected one of the model to be read.") from error
+        content = parse(patiently(path, lambda: path.read_text(encoding="utf-8"), MISPLACED))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}), expected one of the model to be read.") from error
     except ValueError as error:

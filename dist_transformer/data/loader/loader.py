@@ -216,8 +216,7 @@ def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
 
 
 def _refuse_other_rows(window: Window) -> None:
-    """Raises MachineError if a window that was begun has other rows now: rows would be lost or repeated unnoticed. Its disk
-    may be away, as the file was well before: a few requeues of the Slurm job do no harm."""
+    """Raises MachineError if a window that was begun has other rows now, lost or repeated unnoticed: a disk may be away."""
     newly = [group for group in window.quarantined if (group.corpus, group.row_group) not in window.request.without]
     if newly:
         raise MachineError(

@@ -14,6 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dist_transformer.data.tokenizer.tokenizer import NO_MODEL
 from dist_transformer.errors import DataError
+from dist_transformer.files import MISPLACED, patiently
 
 BLANK = "\u2581"
 """Character for a space in a piece."""
@@ -34,7 +35,7 @@ def read_pieces_file(path: Path) -> Any:
     """Reads the ModelProto of a sentencepiece model. DataError if the file is missing or something else."""
     proto = sentencepiece_model_pb2.ModelProto()
     try:
-        proto.ParseFromString(path.read_bytes())
+        proto.ParseFromString(patiently(path, path.read_bytes, MISPLACED))
     except OSError as error:
         raise DataError(f"{path}: {str(error.strerror).lower()}, expected a sentencepiece model.") from error
     except DecodeError as error:

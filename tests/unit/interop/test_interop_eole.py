@@ -115,7 +115,7 @@ def _edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
         (
             lambda folder: (folder / "config.json").unlink(),
             DataError,
-            "config.json: no such file, expected one of the model to be read",
+            r"config.json: cannot be read \(No such file or directory\), expected one of the model",
         ),
         (lambda folder: (folder / "de.model").unlink(), DataError, "de.model: no such file"),
         (_edit("config.json", lambda c: c.update(model=[])), DataError, r"model is \[\], expected names"),

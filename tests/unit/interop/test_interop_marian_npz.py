@@ -1,5 +1,6 @@
 """Marian's own .npz both ways, against Marian's formulas; benchmarks/marian_scores.py asks Marian itself."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,19 @@ import yaml
 from marian_folders import demo_sentences
 from marian_npz import make_marian_npz, marian_log_probabilities, marian_spm, read_npz, write_npz
 from running import records
+from stuttering_disk import FOR_GOOD, stuttering
 from tokenised_models import make_model_folder
 from typer.testing import CliRunner
 
+from dist_transformer import files
 from dist_transformer.cli.main import app
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.tokenizer.model_file import read_pieces_file
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.scoring import score_pairs
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.interop.marian_npz import export_marian_npz, import_marian_npz
+from dist_transformer.interop.marian_vocabulary import read_object
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
 from dist_transformer.model.layers import sinusoids
 from dist_transformer.model.transformer import Transformer
@@ -221,6 +226,33 @@ def test_missing_damaged_and_unfitting_files_are_refused_by_name(tmp_path: Path)
     refused(r"decoder\.yml: expected names with values, got list")
     decoder.unlink()
     refused(r"expected one file \*decoder\.yml, .* found 0")
+
+
+def test_files_that_cannot_be_read_for_a_moment_are_waited_for_and_a_disk_that_is_away_is_no_mistake_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_marian_npz(tmp_path / "theirs")
+    left, load = [10**6], np.load
+
+    def stutters(path: Path, **given: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return load(path, **given)
+
+    for read, name in ((read_object, "model.npz.decoder.yml"), (read_pieces_file, "vocab.spm")):
+        with (
+            stuttering(errno.ESTALE, {name}, FOR_GOOD),
+            pytest.raises(MachineError, match=f"{name}: cannot be read now"),
+        ):
+            read(tmp_path / "theirs" / name)
+    monkeypatch.setattr(np, "load", stutters)
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0,))
+    with pytest.raises(MachineError, match=r"model\.npz: cannot be read now"):
+        import_marian_npz(tmp_path / "theirs", tmp_path / "ours")
+    left[0] = 1
+    import_marian_npz(tmp_path / "theirs", tmp_path / "ours")
+    assert load_model_folder(tmp_path / "ours")
 
 
 def test_marians_sinusoids_are_its_formula_and_a_start_at_zero_stays_out_of_training():
