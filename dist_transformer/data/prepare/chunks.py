@@ -38,7 +38,6 @@ from dist_transformer.data.prepare.shards import (
     write_spill,
 )
 from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
-from dist_transformer.data.recipe import taken_models
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
@@ -199,10 +198,8 @@ class Units:
         rules = [*cleaner.repetition_rules()]
         if batch.first_row == 0:
             warn_of_cut_text(name, [*batch.source, *batch.target])
-            is_replaced = self._config.tokenizer.normalization != "identity" and not taken_models(
-                self._config.tokenizer
-            )
-            if is_replaced and name in self._training:
+            is_ours = not {"models_sha256", "normalization"} & self._state.recipe["tokenizer"].keys()
+            if is_ours and name in self._training:  # a tokenizer is trained here, with the default normalization
                 warn_of_changed_text(name, batch.target)
         text = cleaner.clean(batch, load_repeated(self._hash_file(name, chunk), rules) if rules else None)
         if self._is_text(name):

@@ -219,13 +219,11 @@ def _remote_ends(file: str) -> dict[str, Any]:
             return _ends(remote, int(size))
     version = next((info[field] for field in VERSION_FIELDS if info.get(field)), None)
     found = {"bytes": info.get("size"), "version": version}
-    return found if version else {**found, "beginning_sha256": _beginning(file)}
-
-
-def _beginning(file: str) -> str:
-    _warn_once("%s: its server tells no version: only changes of its size or first MiB will be noticed", file)
-    with io.BufferedReader(_open_stream(file)) as stream:
-        return hashlib.sha256(stream.read(FINGERPRINT_BLOCK_BYTES)).hexdigest()
+    if not version:
+        _warn_once("%s: its server tells no version: only changes of its size or first MiB will be noticed", file)
+        with io.BufferedReader(_open_stream(file)) as stream:
+            found["beginning_sha256"] = hashlib.sha256(stream.read(FINGERPRINT_BLOCK_BYTES)).hexdigest()
+    return found
 
 
 def _ends(file: BinaryIO, size: int) -> dict[str, Any]:
