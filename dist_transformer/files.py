@@ -104,11 +104,9 @@ def refresh(folder: Path) -> None:
 def modified(path: Path) -> float:
     """Modification time of a file in unix seconds by this machine's clock; by the file server's where nothing can be
     written to the folder to compare the two."""
-    changed = path.stat().st_mtime
-    try:
+    changed, ahead = path.stat().st_mtime, 0.0
+    with suppress(OSError):
         ahead = file_clock(path.parent) - time.time()
-    except OSError:
-        return changed
     return changed - ahead if abs(ahead) > CLOCK_SECONDS else changed
 
 

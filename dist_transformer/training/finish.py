@@ -106,10 +106,9 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
             shutil.rmtree(left_over, ignore_errors=True)
         try:
             return write_final_model(run.config, run_dir, run.data.folder, run.data.manifest, run_dir.model)
-        except (MachineError, OSError) as error:
-            raise MachineError(f"{run_dir.model} could not be written: {error}") from error
-        except UserError as error:
-            raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
+        except (UserError, OSError) as error:
+            kind = MachineError if isinstance(error, MachineError | OSError) else CheckpointError
+            raise kind(f"{run_dir.model} could not be written: {error}") from error
 
     made_of = run_on_rank_zero(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)
     log.info("model      %s: %s", run_dir.model, made_of)

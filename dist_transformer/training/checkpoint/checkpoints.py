@@ -159,8 +159,7 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     try:
         manifest = read_json_patiently(path / MANIFEST)
         files, step, run = manifest["files"], manifest["step"], manifest.get("run_id")
-        problem = _wrong_names(path, set(files)) or _wrong_bytes(path, files)
-        if problem:
+        if problem := _wrong_names(path, set(files)) or _wrong_bytes(path, files):
             return problem
         state = read_json_patiently(path / STATE)
         # The state has a checksum; the manifest has none, only values that are also in the state.
