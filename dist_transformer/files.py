@@ -44,8 +44,8 @@ def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = A
         if error.errno in final:
             raise
         raise MachineError(
-            f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. Start again when its "
-            "disk answers"
+            f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. "
+            f"{closed_by(error) or 'Start again when its disk answers'}"
         ) from error
 
 
@@ -63,6 +63,16 @@ def repeatedly(path: Path, act: Callable[[], Result], final: Collection[int], do
             log.warning("%s: %s; %s again in %g s", path, error, done, pause)
             time.sleep(pause)
     return act()
+
+
+def closed_by(error: OSError) -> str:
+    """Returns whose the path of a PermissionError is, or its folder, and what to do; "" if it is this user's own."""
+    with suppress(OSError, KeyError, TypeError):  # no path; an owner whose name this machine does not know
+        path = Path(os.fsdecode(error.filename)).absolute()
+        found = path if os.path.exists(path) else path.parent
+        if isinstance(error, PermissionError) and found.stat().st_uid != os.geteuid():
+            return f"{found} belongs to {found.owner()}: ask for access (chmod), copy it (cp -r), or give another"
+    return ""
 
 
 def is_file(path: Path) -> bool:

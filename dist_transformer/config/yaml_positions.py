@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> Marked:
     except IsADirectoryError:
         raise ConfigError([f"{path}: is a folder; give a YAML file: that of a run folder is its config.yaml"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read as UTF-8 text: {error}"]) from None
+        raise ConfigError([f"{path}: cannot be read, expected UTF-8 text that is open to this user: {error}"]) from None
     return parse_yaml(text, str(path))
 
 

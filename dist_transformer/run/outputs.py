@@ -5,16 +5,17 @@ An existing output that its label shows to be of this program, and of the kind t
 it stay. All other paths are refused, before anything is computed. Devices and pipes are written to, as any program does.
 """
 
+import errno
 import os
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError, MachineError, UserError
-from dist_transformer.files import FULL, LEFT_OVER, MISPLACED, NO_LOCKS, write_text
+from dist_transformer.files import FULL, LEFT_OVER, MISPLACED, NO_LOCKS, closed_by, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -43,17 +44,18 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
         MachineError: the disk fails.
     """
     with writing(path):
-        try:
+        found = None
+        with suppress(FileNotFoundError):
             found = path.stat()
-        except FileNotFoundError:
-            found = None
-        is_misfit = found is not None and is_file and stat.S_ISDIR(found.st_mode)
-        if found and not is_stream(path) and not _is_free(path, found, is_file) and (is_misfit or not is_own(path)):
-            own = "" if is_own is never else f", an empty one or {kind} of this program"
-            raise UserError(
-                f"{path}: is there already ({_what_is_there(path, found)}), expected a new path{own}: it is not written "
-                "over; give another path, or move it away"
-            )
+        if found and not is_stream(path):
+            is_folder = stat.S_ISDIR(found.st_mode)
+            is_free = not (is_folder or found.st_size) if is_file else holds_only(path)
+            if not is_free and ((is_file and is_folder) or not is_own(path)):
+                own = "" if is_own is never else f", an empty one or {kind} of this program"
+                raise UserError(
+                    f"{path}: is there already ({_what_is_there(path, found)}), expected a new path{own}: it is not "
+                    "written over; give another path, or move it away"
+                )
         if found is None or not is_stream(path):
             real = Path(os.path.realpath(path))
             above = [(folder, RunDir(folder.parent)) for folder in (real, *real.parents)]
@@ -113,13 +115,10 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in NO_LOCKS:
             wanted = "one that does (Lustre: mounted with flock); give data.prepared or --output there"
             raise UserError(f"{path}: its disk keeps no file locks ({error.strerror}): expected {wanted}") from error
+        said = f"{path}: cannot be written ({error}): "
         if is_misplaced(error):
-            raise UserError(
-                f"{path}: cannot be written ({error}): expected a path to write to; give another"
-            ) from error
-        raise MachineError(
-            f"{path}: cannot be written ({error}): make room, or wait for the disk, and start again"
-        ) from error
+            raise UserError(said + (closed_by(error) or "expected a path to write to; give another")) from error
+        raise MachineError(f"{said}make room, or wait for the disk, and start again") from error
 
 
 def is_misplaced(error: BaseException) -> bool:
@@ -129,21 +128,18 @@ def is_misplaced(error: BaseException) -> bool:
 
 def as_message(error: OSError) -> UserError:
     """Returns an OSError as one of our errors: UserError for a path that the user has to fix, else MachineError."""
-    place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    if place and is_misplaced(error):
-        return UserError(
-            f"{place}{error.strerror}: expected a path that exists, is of the right kind and is open to this user; give "
-            "another, or mend this one"
-        )
+    said = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    said += f"{error.strerror or error}: "
+    if error.filename is not None and is_misplaced(error):
+        wanted = "expected a path that exists, is of the right kind and is open to this user; give another, or mend it"
+        return UserError(said + (closed_by(error) or wanted))
     fault = "a fault of the disk or of the machine; start again when it is repaired"
-    return MachineError(
-        f"{place}{error.strerror or error}: {'make room and start again' if error.errno in FULL else fault}"
-    )
+    return MachineError(said + ("make room and start again" if error.errno in FULL else fault))
 
 
 def check_run_folder(run_dir: RunDir) -> None:
     """Refuses a run folder that has files of the names that a run writes, but from another source. Raises UserError: a
-    file there would be overwritten and is not known to be a run's, or `checkpoints` is a file."""
+    file there would be overwritten and is not known to be a run's, `checkpoints` is a file, or what continues is closed."""
     if os.path.exists(run_dir.checkpoints) and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints}: is a file, expected the folder of checkpoints: move it away")
     changed = [run_dir.config, run_dir.state, run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.divergence]
@@ -155,6 +151,11 @@ def check_run_folder(run_dir: RunDir) -> None:
             f"{run_dir.path}: holds {', '.join(there)}, but is no run folder (no run.json or config.yaml that this program "
             "wrote): nothing in it is written over; give another run.name or run.root, or move it away"
         )
+    continued = [run_dir.checkpoints, run_dir.log, run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.history]
+    for path in (*continued, run_dir.tracking_events):  # what is replaced by a rename may be closed
+        with writing(path):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def is_own_run(run_dir: RunDir) -> bool:
@@ -163,14 +164,9 @@ def is_own_run(run_dir: RunDir) -> bool:
     is_begun = any(run_dir.checkpoints.glob("step_*")) or (run_dir.snapshot / "dist_transformer").is_dir()
     if is_begun or notes & {"run_id", "state", "job_id"} or "boot" in read_record(run_dir.owner, is_patient=True):
         return True
-    try:
+    with suppress(ConfigError):
         return run_dir.config.is_file() and read_yaml(run_dir.config).values.keys() >= SECTIONS
-    except ConfigError:
-        return False
-
-
-def _is_free(path: Path, found: os.stat_result, is_file: bool) -> bool:
-    return not (stat.S_ISDIR(found.st_mode) or found.st_size) if is_file else holds_only(path)
+    return False
 
 
 def _what_is_there(path: Path, found: os.stat_result) -> str:

@@ -309,3 +309,18 @@ def test_a_final_model_that_has_no_place_is_told_at_the_start(command: Command, 
     said = refused(command, "train", "small.yaml", "run.name=taken")
     assert f"{model}: is there already" in said
     assert not (runs.with_name("taken") / "metrics.jsonl").exists()
+
+
+def test_checkpoints_and_logs_that_are_closed_are_told_before_the_first_step(
+    bound_by_permissions: Command, runs: Path, tmp_path: Path
+):
+    run = tmp_path / "run"
+    shutil.copytree(runs, run)
+    before = everything_in(run / "checkpoints")
+    for name in ("checkpoints", "train.log"):
+        mode = (run / name).stat().st_mode
+        (run / name).chmod(mode & 0o555)
+        said = refused(bound_by_permissions, "train", run, "training.max_steps=9")
+        assert f"{run / name}: cannot be written" in said
+        (run / name).chmod(mode)
+    assert everything_in(run / "checkpoints") == before

@@ -6,17 +6,19 @@ import os
 import stat
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from dist_transformer import files
 from dist_transformer.cli import demo
 from dist_transformer.cli.demo import remove_former_run
 from dist_transformer.cli.main import run_as_command
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.files import replacing, write_text
+from dist_transformer.files import closed_by, patiently, replacing, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock
-from dist_transformer.run.outputs import check_output, check_run_folder, is_stream, write_output, writing
+from dist_transformer.run.outputs import as_message, check_output, check_run_folder, is_stream, write_output, writing
 
 OF_PATHS = ("ENOENT", "EACCES", "EPERM", "ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR", "EROFS", "EEXIST", "ENOTEMPTY")
 OF_MACHINES = ("EIO", "ESTALE", "ENOSPC", "EDQUOT", "ETIMEDOUT", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ENOTCONN")
@@ -177,6 +179,47 @@ def test_a_file_in_the_place_of_the_checkpoints_is_told_before_the_first_step(tm
     (tmp_path / "checkpoints").write_text("x")
     with pytest.raises(UserError, match="checkpoints: is a file, expected the folder"):
         check_run_folder(RunDir(tmp_path))
+
+
+CONTINUED = ("checkpoints", "train.log", "audit.jsonl",
+             "metrics.jsonl", "samples.jsonl", "history.jsonl", "tracking_events.jsonl")  # fmt: skip
+"""What a start continues where it is; other files are replaced, which the folder decides."""
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_what_another_user_has_closed_of_a_run_is_told_before_the_first_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, closed = RunDir(tmp_path), tmp_path / name
+    run_dir.checkpoints.mkdir()
+    for path in (run_dir.state, *(tmp_path / each for each in CONTINUED[1:])):
+        path.write_text('{"state": "running"}\n')
+    check_run_folder(run_dir)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
+    with pytest.raises(UserError, match=rf"{name}: cannot be written .*Permission denied.*give another$") as told:
+        check_run_folder(run_dir)
+    assert told.value.exit_code == EXIT_USER_ERROR
+    owner = closed.owner()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match=rf"{name} belongs to {owner}: ask for access \(chmod\), copy it"):
+        check_run_folder(run_dir)
+
+
+def test_a_closed_path_is_told_with_its_owner_or_that_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(files, "PAUSES_SECONDS", ())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    for name in ("EACCES", "EPERM"):
+        for path, named in ((tmp_path / "file", tmp_path / "file"), (tmp_path / "new", tmp_path)):
+            said = f"{os.strerror(getattr(errno, name))}: {named} belongs to {tmp_path.owner()}: ask for access"
+            assert str(as_message(of_system(name, path))).startswith(f"{path}: {said}")
+            assert closed_by(of_system(name, path)).startswith(f"{named} belongs to")
+            with pytest.raises(MachineError, match=rf"cannot be read now .* attempts\. {named} belongs to"):
+                patiently(path, Mock(side_effect=of_system(name, path)))
+    assert closed_by(of_system("ENOENT", tmp_path / "file")) == ""
+    assert closed_by(OSError(errno.EACCES, "Permission denied")) == ""
 
 
 @pytest.mark.parametrize("error", [UserError("mine"), of_system("EISDIR", Path("a"))], ids=str)

@@ -265,11 +265,12 @@ def test_a_disk_that_stutters_at_a_start_sets_nothing_aside(run_dir, number, nam
     assert contents(run_dir.checkpoints) == before
 
 
+@pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", [*FILES, NEWEST, "checkpoints"])
-def test_a_disk_that_does_not_answer_is_a_fault_of_the_machine_and_changes_nothing(run_dir, name):
+def test_a_disk_that_does_not_answer_is_a_fault_of_the_machine_and_changes_nothing(run_dir, name, number):
     before = folders(run_dir)
     says = rf"{name}.* cannot be read now .*Start again when its disk answers"
-    with stuttering(errno.ESHUTDOWN, {name}, FOR_GOOD), pytest.raises(MachineError, match=says) as fault:
+    with stuttering(number, {name}, FOR_GOOD), pytest.raises(MachineError, match=says) as fault:
         checkpoints.newest_complete(run_dir, RUN_ID)
     assert fault.value.exit_code == 1
     assert sorted(os.listdir(run_dir.checkpoints)) == ["latest", *before]
