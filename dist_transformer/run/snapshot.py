@@ -23,6 +23,8 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
     try:
         for source in (package, *(package.parent / name for name in beside)):
             shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        for copied in temporary.rglob("*/"):
+            copied.chmod(copied.stat().st_mode | 0o700)  # of a package that is installed read-only
         for name, text in _git_state(package.parent).items():
             (temporary / name).touch(0o600)  # uncommitted changes may be private
             (temporary / name).write_text(text, encoding="utf-8")
@@ -31,9 +33,7 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # the first of its (from, to, why)
-        raise MachineError(
-            f"{folder}: cannot be written ({why}): make room, or wait for the disk, and submit again"
-        ) from error
+        raise MachineError(f"{folder}: cannot be written ({why}): make room or wait for the disk; resubmit") from error
 
 
 def git_commit(package: Path = _PACKAGE) -> str | None:

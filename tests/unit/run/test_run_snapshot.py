@@ -87,6 +87,22 @@ def test_a_new_snapshot_replaces_the_old_one_whole(checkout: Path, tmp_path: Pat
     assert not (tmp_path / "snapshot.tmp").exists()
 
 
+def test_the_snapshot_of_a_package_that_is_installed_read_only_can_be_replaced(checkout: Path, tmp_path: Path) -> None:
+    package = checkout / "dist_transformer"
+    (package / "cli").mkdir()
+    (package / "cli" / "main.py").touch()
+    closed = [package / "cli" / "main.py", package / "cli", package]
+    for path in closed:
+        path.chmod(0o444 if path.is_file() else 0o555)
+    take_snapshot(tmp_path / "snapshot", package)
+    for path in reversed(closed):
+        path.chmod(0o755)
+    folders = [tmp_path / "snapshot", *(path for path in (tmp_path / "snapshot").rglob("*") if path.is_dir())]
+    assert len(folders) == 5
+    assert {path.stat().st_mode & 0o700 for path in folders} == {0o700}, "else nothing in them can be removed"
+    assert (tmp_path / "snapshot" / "dist_transformer" / "cli" / "main.py").stat().st_mode & 0o777 == 0o444
+
+
 def test_a_full_disk_is_told_with_the_folder_and_leaves_the_old_snapshot(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
