@@ -77,7 +77,7 @@ REMEDIES = {
     r"logged-models\S* failed with error code 404": "a server older than MLflow 3 has none",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
     "database is locked": "another process has held mlflow.db for long; see `A server for a team` in docs/mlflow.md",
-    "readonly database": "was mlflow.db moved or replaced? A new start, or track sync, opens it again",
+    "readonly database": "was mlflow.db moved (a new start, or track sync, opens it again), or is it another user's (chmod g+w)?",
 }
 """Remedies by a pattern in the server's answer."""
 _NO_SERVER = (
@@ -327,6 +327,7 @@ def _create_database(database: Path) -> None:
     with FileLock(f"{database}.lock", timeout=LOCK_SECONDS):
         if not database.exists():
             with replacing(database) as temporary:
+                temporary.touch()  # sqlite would let nobody else write, whatever the umask
                 MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)
 
 

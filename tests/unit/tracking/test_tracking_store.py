@@ -2,11 +2,13 @@
 
 import errno
 import math
+import os
 import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
@@ -49,6 +51,27 @@ def test_the_curves_of_a_run_are_those_of_its_file(stored_run_dir: RunDir) -> No
 def test_closing_sets_the_status_on_the_server(stored_run_dir: RunDir, client: MlflowClient, status: Status) -> None:
     started(stored_run_dir).close(status)
     assert client.get_run(run_id_of(stored_run_dir)).info.status == status
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o077, 0o600)], ids=["of a group", "private"])
+def test_who_may_write_into_a_new_store_is_a_matter_of_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, mode: int
+) -> None:
+    """Left to itself, sqlite makes a file that nobody else may write."""
+
+    def client(tracking_uri: str) -> Mock:
+        with closing(sqlite3.connect(tracking_uri.removeprefix("sqlite:///"))) as store:
+            store.execute("CREATE TABLE experiments (name)")
+        return Mock()
+
+    monkeypatch.setattr(mlflow_client, "MlflowClient", client)
+    before = os.umask(umask)
+    try:
+        mlflow_client._create_database(tmp_path / "mlflow.db")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "mlflow.db").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "mlflow.db").stat().st_size
 
 
 @pytest.mark.parametrize("failures", [1, 2, 10**6])
