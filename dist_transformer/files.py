@@ -132,7 +132,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replaces `path` by `text` in one rename; a reader sees the old file or the new one, never a part. Retries on
     transient errors.
 
-    `mode`: permissions of the file, before the umask.
+    `mode`: permissions of a new file, before the umask.
     """
 
     def write() -> None:
@@ -174,13 +174,15 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`."""
+    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`, whose mode it gets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = os.fsdecode(os.fsencode(path.name)[:200])  # of the 255 bytes that a name may have
     temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         yield temporary
         flush_to_disk(temporary)
+        with suppress(OSError):  # nothing is there, or a disk without modes
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         os.replace(temporary, path)
         flush_to_disk(path.parent)
     except OSError as error:

@@ -281,6 +281,15 @@ def test_the_longest_name_of_a_file_is_written(name: str, tmp_path: Path) -> Non
     assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [(name, "text")]
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+def test_a_file_that_is_replaced_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "translation"
+    path.write_text("first")
+    path.chmod(mode)
+    write_output(path, "second")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("second", mode)
+
+
 @pytest.mark.parametrize("name", ["EDQUOT", "EIO"])
 def test_an_error_of_a_write_is_told_with_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
