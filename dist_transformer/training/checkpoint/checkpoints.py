@@ -282,3 +282,5 @@ def delete(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
     path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
+    if trash.exists():
+        log.warning("%s: could not be deleted; if it belongs to another user, only that one can make the room", trash)

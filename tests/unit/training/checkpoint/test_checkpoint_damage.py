@@ -176,6 +176,14 @@ def test_a_torn_save_and_a_torn_deletion_are_cleared_away(run_dir):
     assert sorted(path.name for path in run_dir.checkpoints.glob("step_*")) == ["step_00000002", NEWEST]
 
 
+def test_a_deletion_that_leaves_files_as_those_of_another_user_is_told(run_dir, monkeypatch, caplog):
+    checkpoints.delete(run_dir.checkpoints / "step_00000002")
+    assert not caplog.text
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    checkpoints.delete(run_dir.checkpoints / NEWEST)
+    assert f"{NEWEST}.trash: could not be deleted; if it belongs to another user" in caplog.text
+
+
 def test_fragments_that_do_not_tile_their_tensors_are_damage_even_with_right_checksums(run_dir, caplog):
     newest = run_dir.checkpoints / NEWEST
     shutil.copy(newest / "state_0.safetensors", newest / "state_1.safetensors")
