@@ -21,6 +21,7 @@ from dist_transformer.config.yaml12 import dump
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_text
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import add_to_history
@@ -81,11 +82,17 @@ def changes_of(run: Run, checkpoint: Checkpoint | None) -> Changes:
 
 
 def compare_and_report(run: Run, checkpoint: Checkpoint | None) -> Changes:
-    """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective). To be called before
-    config.yaml is written."""
+    """Returns `changes_of`; rank 0 reports them, and a run that this one was copied from, and keeps the previous
+    configuration (collective). To be called before config.yaml is written."""
     changes = run.ranks.from_rank_zero(lambda: changes_of(run, checkpoint))
     if run.ranks.is_rank_zero and changes.by_key:
         _tell(changes, run.run_dir)
+    if run.ranks.is_rank_zero and run.config.tracking.enabled and changes.former:
+        original = RunDir(Path(changes.former["run"]["root"], changes.former["run"]["name"]))
+        is_same = read_record(original.state).get("run_id") == run.run_id
+        if is_same and not original.path.samefile(run.run_dir.path):
+            words = "tracking   a copy of %s: both are one run in MLflow; tracking.enabled=false keeps this one out"
+            log.warning(words, original.path)
     return changes
 
 
