@@ -14,17 +14,17 @@ import sqlite3
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
 from dist_transformer.tracking.content import Point
-from dist_transformer.tracking.moved_store import LOCK_SECONDS, follow_moved_artifacts
 from dist_transformer.tracking.outbox import (
     DeliveryState,
     NotValid,
@@ -80,6 +80,15 @@ REMEDIES = {
     "readonly database": "was mlflow.db moved (a new start, or track sync, opens it again), or is it another user's (chmod g+w)?",
 }
 """Remedies by a pattern in the server's answer."""
+LOCK_SECONDS = 60
+_PATHS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns with the absolute path of an artifact."""
 _NO_SERVER = (
     r"ConnectionPool\(host='(?P<host>[^']+)', port=(?P<port>\d+)\).*"
     r"(?P<cause>Connection refused|No route to host|Name or service not known|Network is unreachable|timed out)"
@@ -253,7 +262,7 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
             _experiment_id(client, replace(target, experiment=experiment))  # restored too, if it was deleted
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
-        follow_moved_artifacts(target, found.info.run_id, found.info.artifact_uri)
+        _follow_moved_artifacts(target, found.info.run_id, found.info.artifact_uri)
         return TrackedRun(client, found)
 
 
@@ -317,6 +326,21 @@ def valid_key(key: str) -> str:
     parts = re.sub(r"[^\w\-. :/]", "_", key)[:LONGEST_KEY].rstrip("/").split("/")
     valid = "/".join(part if part.strip(".") else "_" for part in parts)
     return f"__{valid[2:]}" if valid.startswith("..") else valid
+
+
+def _follow_moved_artifacts(target: Target, run_id: str, artifact_uri: str) -> None:
+    """Updates the paths in the database of a store without a server that was moved together with its runs: the next
+    upload would create the old folder again. Raises OSError, sqlite3.Error: the database cannot be written now."""
+    database = Path(target.uri.removeprefix("sqlite:///"))
+    new, old = target.artifact_root, artifact_uri.removesuffix(f"/{run_id}/artifacts")
+    if database.parent != new.parent or not old.startswith("file:") or old == new.as_uri():
+        return
+    if Path(unquote(urlsplit(old).path)).exists():
+        return
+    with FileLock(f"{database}.lock", timeout=LOCK_SECONDS), closing(sqlite3.connect(database)) as store, store:
+        for table, column in _PATHS:
+            change = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?"
+            store.execute(change, (new.as_uri(), len(old) + 1, len(old) + 1, f"{old}/"))
 
 
 def _create_database(database: Path) -> None:
