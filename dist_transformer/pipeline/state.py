@@ -233,7 +233,8 @@ def _as_counted_before(
     before = record.get("made_of", {})
     texts = [json.dumps(each, sort_keys=True) for each in settings]
     texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
-    texts += [text.replace('"matrices": "adam", ', "") for text in texts]  # from before there was another choice
+    for choice in ('"matrices": "adam", ', '"normalization": "nmt_nfkc", '):  # from before there was another
+        texts += [text.replace(choice, "") for text in texts]
     former = [json_digest(each) for text in texts for each in (text.replace(str(root), ""), _moved(text, root))]
     if (counted := before.get("settings")) in former:
         made_of = made_of | {"settings": counted}
