@@ -27,7 +27,7 @@ _OF_JOBS = re.compile(r"(SLURM|SRUN|SBATCH|MASTER|DIST_TRANSFORMER)_.*|(LOCAL_)?
 REFUSED = "change slurm (nodes, time_limit, cpus_per_rank, gpus_per_node), slurm.sbatch (partition, qos, mem, gres); see sinfo"
 _REFUSALS = {
     "Unable to contact": "the controller does not answer: submit again later",
-    "fatal:": "sbatch has no configuration: correct SLURM_CONF, or submit from a login node",
+    "configuration (source|file)": "sbatch has no configuration: correct SLURM_CONF, or submit from a login node",
     "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
     "Invalid node name": "correct slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a lost node, delete it",
 }
@@ -56,7 +56,7 @@ def submit_script(arguments: Sequence[str]) -> str:
     if len(found) == 1:
         return str(found[0])
     if refusal is not None and "Socket timed out" not in str(refusal):
-        advice = next((advice for words, advice in _REFUSALS.items() if words in str(refusal)), REFUSED)
+        advice = next((advice for words, advice in _REFUSALS.items() if re.search(words, str(refusal))), REFUSED)
         raise SlurmError(f"{refusal}\n  {advice}")
     said = str(refusal or answer).partition("\n  command:")[0].strip()
     raise PerhapsSubmitted(
