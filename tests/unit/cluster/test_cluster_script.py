@@ -374,6 +374,18 @@ def test_preparing_waits_for_a_controller_that_is_away_but_not_for_ever(tmp_path
     assert _calls(tmp_path, "sleep") == ["sleep 5"] * (5 * 60 // 5)
 
 
+@pytest.mark.parametrize("name", ["prepare.sbatch", "translate.sbatch"])
+def test_a_job_that_waits_for_the_controller_when_the_machine_takes_it_still_asks_for_its_requeue(
+    tmp_path: Path, name: str
+) -> None:
+    """The signal reaches every process of the job, `sleep` too."""
+    scontrol = f"[ $(grep -c 'scontrol requeue' {tmp_path}/calls) = 2 ] || exit 1"
+    scontrol = f'if [ "$1" = requeue ]; then {scontrol}; else {_answering(TAKEN_BY["shutdown"])}; fi'
+    programs = {"scontrol": scontrol, "sleep": "kill -TERM $PPID; exit 143", "python3": "echo launch"}
+    done = _run_script(tmp_path, programs, name=name)
+    assert _calls(tmp_path, "scontrol requeue") == ["scontrol requeue 7"] * 2, done.stderr
+
+
 def test_preparing_does_not_requeue_what_slurm_has_requeued_or_a_person_cancelled_meanwhile(tmp_path: Path) -> None:
     scontrol = f'[ "$1" != requeue ] || {{ kill -TERM $PPID; exit 1; }}; {_answering(TAKEN_BY["person"])}'
     done = _run_script(tmp_path, {"scontrol": scontrol})
