@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -115,7 +116,7 @@ def evaluate_command(
         if run is None:
             raise UserError("--output: keeps what a model reaches, and how fast; with --hypothesis leave it out")
         check_output(output, "scores", lambda path: "sentences_per_second" in read_record(path), is_file=True)
-    code = language_pair.partition("-")[2] or language_pair
+    code = re.sub(r"^[^-]+-([A-Z\d]\w*-)?", "", language_pair)  # zh of pt-BR-zh, zh-CN of en-zh-CN
     metric = None if metric_plugin is None else find("--metric-plugin", metric_plugin)
     if metric is not None:
         metric.load()  # its errors are reported before hours of translating

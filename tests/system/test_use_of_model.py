@@ -161,7 +161,10 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
     assert "exact 66.67 %" in command(
         "evaluate", "--hypothesis", files["ours"], "--reference", files["one"], "--reference", files["two"]
     )
-    assert "BLEU  0.00" in command("evaluate", "--hypothesis", files["ours"], "--reference", files["zh"])
+    of_chinese = ("evaluate", "--hypothesis", files["ours"], "--reference", files["zh"])
+    assert "BLEU  0.00" in command(*of_chinese)
+    for pair in ("en-zh-CN", "pt-BR-zh", "pt-BR-zh-Hans", "zh"):
+        assert "|tok:zh|" in command(*of_chinese, "--language-pair", pair)
 
 
 def test_evaluate_warns_of_references_that_another_program_cut(command, tmp_path):
