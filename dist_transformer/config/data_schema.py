@@ -233,7 +233,7 @@ class TokenizerConfig(Section):
     normalization: Literal["nmt_nfkc", "identity"] = Field(
         "nmt_nfkc",
         description="What sentencepiece does to both sides: nmt_nfkc replaces full-width punctuation, `…` and the like, which "
-        "no translation then has; identity: nothing, for targets in Chinese, Japanese or Thai.",
+        "no translation then has; identity: nothing, for targets in Chinese, Japanese, Thai or Persian.",
     )
     source_model: PathStr | None = Field(None, description="An existing .model file to take instead of training one.")
     target_model: PathStr | None = Field(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from prepare_helpers import PAIRS, SMALL, config_of, write_text
+from sentencepiece import SentencePieceNormalizer
 
 from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
@@ -142,7 +143,17 @@ def test_targets_with_characters_that_the_tokenizer_replaces_are_warned_of_but_n
     warn_of_changed_text("train", [*plain, *[FULL_WIDTH] * 10])
     [said] = caplog.messages
     assert said.startswith("train: 10 of 107 targets have characters that no translation will have")
-    assert said.endswith(": \uff01 \uff0c; tokenizer.normalization: identity keeps them")
+    assert said.endswith(": '\uff01' '\uff0c'; tokenizer.normalization: identity keeps them")
+
+
+def test_characters_that_are_warned_of_are_those_that_sentencepiece_replaces(caplog: pytest.LogCaptureFixture):
+    """The non-joiner within words of Persian becomes a space; the full-width tilde stays."""
+    normalizer = SentencePieceNormalizer(rule_name="nmt_nfkc", escape_whitespaces=False, add_dummy_prefix=False)
+    for letter in "a\u00e9\u4f60\uff0c\u2026\u0e33\u00bd\u2122\uff5e\u301c\u200c\u200d":
+        caplog.clear()
+        warn_of_changed_text("train", [f"a{letter}b"])
+        assert bool(caplog.messages) == (normalizer.normalize(f"a{letter}b") != f"a{letter}b"), ascii(letter)
+        assert all(f": {letter!r};" in said for said in caplog.messages)
 
 
 @pytest.mark.parametrize("normalization", ["nmt_nfkc", "identity"])
