@@ -109,12 +109,11 @@ def _multi_bleu(
 def _tokenizer(target_language: str, has_no_spaces: bool = False) -> str | None:
     """Name of BLEU's tokenizer; None: sacreBLEU's default, of which a warning says, once, that it needs spaces."""
     language = language_code(target_language)
-    wanted = TOKENIZERS.get(language)
-    if wanted is None and has_no_spaces:
-        known = "zh, ja and ko have tokenizers of their own; of other languages without spaces read chrF"
-        log.warning("BLEU takes clauses for words (tok:13a): the target language is %r; %s", target_language, known)
-    if wanted is None or wanted == "zh":
-        return wanted
+    if (wanted := TOKENIZERS.get(language)) is None:
+        if has_no_spaces:
+            known = "zh, ja and ko have tokenizers of their own; of other languages without spaces read chrF"
+            log.warning("BLEU takes clauses for words (tok:13a): the target language is %r; %s", target_language, known)
+        return None
     try:
         BLEU(tokenize=wanted)
     except (ImportError, RuntimeError):

@@ -80,8 +80,7 @@ def warn_of_changed_text(name: str, targets: Sequence[str | None]) -> None:
     """Warns if many targets have characters, other than spaces, that nmt_nfkc replaces: NFKC, but for U+FF5E, and U+200C."""
     letters = {letter for text in targets for letter in text or "" if not letter.isspace()} - {"\uff5e"}
     changed = {each for each in letters if each == "\u200c" or normalize("NFKC", each) != normalize("NFC", each)}
-    count = sum(not changed.isdisjoint(text or "") for text in targets)
-    if count > MOST_CHANGED_SHARE * len(targets):
+    if (count := sum(not changed.isdisjoint(text or "") for text in targets)) > MOST_CHANGED_SHARE * len(targets):
         log.warning(
             f"{name}: {count} of {len(targets)} targets have characters that no translation will have, as the tokenizer "
             f"replaces them: {' '.join(map(repr, sorted(changed)[:8]))}; tokenizer.normalization: identity keeps them"
