@@ -333,9 +333,8 @@ def _follow_moved_artifacts(target: Target, run_id: str, artifact_uri: str) -> N
     upload would create the old folder again. Raises OSError, sqlite3.Error: the database cannot be written now."""
     database = Path(target.uri.removeprefix("sqlite:///"))
     new, old = target.artifact_root, artifact_uri.removesuffix(f"/{run_id}/artifacts")
-    if database.parent != new.parent or not old.startswith("file:") or old == new.as_uri():
-        return
-    if Path(unquote(urlsplit(old).path)).exists():
+    is_beside = database.parent == new.parent and old.startswith("file:") and old != new.as_uri()
+    if not is_beside or Path(unquote(urlsplit(old).path)).exists():
         return
     with FileLock(f"{database}.lock", timeout=LOCK_SECONDS), closing(sqlite3.connect(database)) as store, store:
         for table, column in _PATHS:
