@@ -66,10 +66,10 @@ def repeatedly(path: Path, act: Callable[[], Result], final: Collection[int], do
 
 
 def closed_by(error: OSError) -> str:
-    """Returns whose the path of a PermissionError is, or its folder, and what to do; "" if it is this user's own."""
+    """Returns whose the path of a PermissionError is, or the nearest folder seen above it; "" if it is this user's own."""
     with suppress(OSError, KeyError, TypeError):  # no path; an owner whose name this machine does not know
         path = Path(os.fsdecode(error.filename)).absolute()
-        found = path if os.path.exists(path) else path.parent
+        found = next(each for each in (path, *path.parents) if os.path.exists(each))
         if isinstance(error, PermissionError) and found.stat().st_uid != os.geteuid():
             return f"{found} belongs to {found.owner()}: ask for access (chmod), copy it (cp -r), or give another"
     return ""

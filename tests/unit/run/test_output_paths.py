@@ -212,7 +212,8 @@ def test_a_closed_path_is_told_with_its_owner_or_that_of_its_folder(
     monkeypatch.setattr(files, "PAUSES_SECONDS", ())
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     for name in ("EACCES", "EPERM"):
-        for path, named in ((tmp_path / "file", tmp_path / "file"), (tmp_path / "new", tmp_path)):
+        below = tmp_path / "closed" / "folder" / "file"  # nothing below a closed folder can be seen
+        for path, named in ((tmp_path / "file", tmp_path / "file"), (tmp_path / "new", tmp_path), (below, tmp_path)):
             said = f"{os.strerror(getattr(errno, name))}: {named} belongs to {tmp_path.owner()}: ask for access"
             assert str(as_message(of_system(name, path))).startswith(f"{path}: {said}")
             assert closed_by(of_system(name, path)).startswith(f"{named} belongs to")
