@@ -174,15 +174,16 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`, whose mode it gets."""
+    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`, whose rights it gets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = os.fsdecode(os.fsencode(path.name)[:200])  # of the 255 bytes that a name may have
     temporary = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         yield temporary
         flush_to_disk(temporary)
-        with suppress(OSError):  # nothing is there, or a disk without modes
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        with suppress(OSError):  # nothing is there, a disk without modes, or a group that this user is not in
+            temporary.chmod(path.stat().st_mode & 0o777)
+            os.chown(temporary, -1, path.stat().st_gid)
         os.replace(temporary, path)
         flush_to_disk(path.parent)
     except OSError as error:

@@ -291,6 +291,27 @@ def test_a_file_that_is_replaced_keeps_its_permissions(mode: int, tmp_path: Path
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("second", mode)
 
 
+def test_a_file_that_is_replaced_keeps_its_group_and_no_right_to_act_as_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rights of a group are those of another one, in a folder that does not hand its group down."""
+    path, given = tmp_path / "translation", []
+    path.write_text("first")
+    path.chmod(0o4770)
+    monkeypatch.setattr(os, "chown", lambda at, user, group: given.append((Path(at).parent, user, group)))
+    write_output(path, "second")
+    assert given == [(tmp_path, -1, path.stat().st_gid)]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o770
+
+    def refused(*_: object) -> None:
+        raise of_system("EPERM", path)
+
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "chown", refused)
+    write_output(path, "third")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("third", 0o600)
+
+
 @pytest.mark.parametrize("name", ["EDQUOT", "EIO"])
 def test_an_error_of_a_write_is_told_with_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
