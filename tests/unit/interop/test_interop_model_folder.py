@@ -25,7 +25,7 @@ from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.marian import export_marian
-from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder, save_model_folder
+from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder, save_model_folder, tokenizer_files
 
 Save = Callable[..., Any]
 SOURCE, TARGET_IN = torch.tensor([[5, 6, 7, 2], [8, 2, 0, 0]]), torch.tensor([[1, 4, 5], [1, 6, 0]])
@@ -307,6 +307,14 @@ def test_a_missing_file_is_named(name: str, save_small_model: Save) -> None:
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"{folder} is not a complete model folder: {name} is missing"):
         load_model_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "source.model", "target.model"])
+def test_a_model_that_is_closed_to_this_user_is_no_fault_of_its_disk(name: str, save_small_model: Save) -> None:
+    """It is refused at once: nobody opens it meanwhile."""
+    folder = save_small_model().folder
+    with stuttering(errno.EACCES, {name}), pytest.raises(PermissionError, match=name):
+        (tokenizer_files if name.endswith(".model") else load_model_folder)(folder)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
