@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -77,9 +76,7 @@ def closed_by(error: OSError) -> str:
 
 def is_file(path: Path) -> bool:
     """True if `path` is a regular file; retried, so that a fault of the machine does not count against the file."""
-    with suppress(OSError):
-        return stat.S_ISREG(patiently(path, path.stat).st_mode)
-    return False
+    return patiently(path, path.is_file)
 
 
 def file_clock(folder: Path) -> float:
