@@ -93,3 +93,5 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # the disk has no hard links, or not for this user
         shutil.copyfile(source, target)
+        with suppress(OSError):  # a disk that keeps no permissions
+            shutil.copystat(source, target)

@@ -197,6 +197,18 @@ def test_a_model_is_saved_and_replaced_on_a_disk_that_keeps_no_permissions(
     assert (saved.folder / "notes" / "today.txt").read_text() == "mine"
 
 
+def test_a_private_file_of_an_older_folder_stays_private_on_a_disk_without_hard_links(
+    save_small_model: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", _refused)
+    saved = save_small_model()
+    private = saved.folder / "notes.txt"
+    write_text(private, "mine", mode=0o600)
+    before = private.stat()
+    saved.save()
+    assert (private.stat().st_mode, private.stat().st_mtime) == (before.st_mode, before.st_mtime)
+
+
 def test_an_older_folder_whose_files_cannot_be_copied_stays_and_the_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
