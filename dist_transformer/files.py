@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -74,9 +75,14 @@ def closed_by(error: OSError) -> str:
     return ""
 
 
-def is_file(path: Path) -> bool:
-    """True if `path` is a regular file; retried, so that a fault of the machine does not count against the file."""
-    return patiently(path, path.is_file)
+def is_file(path: Path, final: Collection[int] = ABSENT) -> bool:
+    """True if `path` is a regular file; retried as by `patiently`: a fault of the machine does not count against the file."""
+    try:  # from Python 3.14 on pathlib's own hides every error
+        return stat.S_ISREG(patiently(path, path.stat, final).st_mode)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        return False
 
 
 def file_clock(folder: Path) -> float:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from dist_transformer.config.checks import check_model
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError
-from dist_transformer.files import MISPLACED, file_sha256, patiently, share_as_folder, write_json, write_text
+from dist_transformer.files import MISPLACED, file_sha256, is_file, patiently, share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_card import CARD, MARK, Origin, model_card, read_card
 from dist_transformer.model.plugin import build_plugin
@@ -150,7 +150,7 @@ def is_model_folder(folder: Path) -> bool:
 def tokenizer_files(folder: Path) -> TokenizerFiles:
     """The sentencepiece models of a model folder or of a folder for CTranslate2. CheckpointError: there are none."""
     source, target = _existing(folder / SOURCE_MODEL), folder / TARGET_MODEL
-    return TokenizerFiles(source, target if patiently(target, target.is_file, MISPLACED) else None)
+    return TokenizerFiles(source, target if is_file(target, MISPLACED) else None)
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
@@ -242,7 +242,7 @@ def _named_plugin(folder: Path, recorded: str, given: str | None) -> str:
 
 
 def _existing(path: Path) -> Path:
-    if not patiently(path, path.is_file, MISPLACED):
+    if not is_file(path, MISPLACED):
         raise CheckpointError(
             f"{path.parent} is not a complete model folder: {path.name} is missing. Expected {CONFIG}, {WEIGHTS} and "
             f"{SOURCE_MODEL}, as in the `model` folder of a finished run."
