@@ -80,9 +80,9 @@ def is_file(path: Path, final: Collection[int] = ABSENT) -> bool:
     try:  # from Python 3.14 on pathlib's own hides every error
         return stat.S_ISREG(patiently(path, path.stat, final).st_mode)
     except OSError as error:
-        if error.errno not in ABSENT:
-            raise
-        return False
+        if error.errno in ABSENT:
+            return False
+        raise
 
 
 def file_clock(folder: Path) -> float:

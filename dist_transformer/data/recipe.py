@@ -162,9 +162,10 @@ def _training_recipe(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
 def _tokenizer_recipe(config: Config) -> dict[str, Any]:
     if models := taken_models(config.tokenizer):
         return {"models_sha256": [_model_sha256(path) for path in models]}
-    trained = config.tokenizer.model_dump(exclude={"source_model", "target_model", "sampling"})
-    if trained["normalization"] == "nmt_nfkc":
-        del trained["normalization"]  # as before there was a choice
+    default = (
+        {"normalization"} if config.tokenizer.normalization == "nmt_nfkc" else set[str]()
+    )  # as before there was a choice
+    trained = config.tokenizer.model_dump(exclude={"source_model", "target_model", "sampling"} | default)
     shares = {name: share for name, share in sorted(config.data.modifiers.items()) if share}
     return {**trained, "training_sentences": TRAINING_SENTENCES, **({"modifiers": shares} if shares else {})}
 
