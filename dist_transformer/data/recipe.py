@@ -162,10 +162,8 @@ def _training_recipe(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
 def _tokenizer_recipe(config: Config) -> dict[str, Any]:
     if models := taken_models(config.tokenizer):
         return {"models_sha256": [_model_sha256(path) for path in models]}
-    default = (
-        {"normalization"} if config.tokenizer.normalization == "nmt_nfkc" else set[str]()
-    )  # as before there was a choice
-    trained = config.tokenizer.model_dump(exclude={"source_model", "target_model", "sampling"} | default)
+    former = {"normalization"} if config.tokenizer.normalization == "nmt_nfkc" else set[str]()  # before, no choice
+    trained = config.tokenizer.model_dump(exclude={"source_model", "target_model", "sampling"} | former)
     shares = {name: share for name, share in sorted(config.data.modifiers.items()) if share}
     return {**trained, "training_sentences": TRAINING_SENTENCES, **({"modifiers": shares} if shares else {})}
 
