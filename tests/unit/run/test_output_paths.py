@@ -183,7 +183,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_told_before_the_first_step(tm
 
 CONTINUED = ("checkpoints", "train.log", "audit.jsonl",
              "metrics.jsonl", "samples.jsonl", "history.jsonl", "tracking_events.jsonl")  # fmt: skip
-"""What a start continues where it is; other files are replaced, which the folder decides."""
+"""Records and the folder that a start continues in place; other files are replaced, for which the run folder must be open."""
 
 
 @pytest.mark.parametrize("name", CONTINUED)
