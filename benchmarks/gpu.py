@@ -39,7 +39,6 @@ import common
 import torch
 from acceptance import Failed, Part, accept
 from common import Figures
-from rows_end_to_end import RowsEndToEnd
 from synthetic_corpus import PAD_ID, SEED, Corpus, write_tokens
 
 from dist_transformer.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
@@ -48,7 +47,7 @@ from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Fetched, Ranks
-from dist_transformer.model import attention
+from dist_transformer.model import gpu_kernels
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
 from dist_transformer.planning.flops import model_flops, published_flops
@@ -69,18 +68,13 @@ COMPILED = "compiled (torch.compile, dynamic shapes)"
 APART = "3 lanes a step, one by one"
 JOINED = "3 lanes a step, in one pass"
 STAGE_0 = "ZeRO 0"
-FLASH = "flash attention for all lengths"
-MATRICES = "attention by matrix products"
-ROWS = "6 times the tokens, sentences end to end"
-ROWS_COMPILED = f"{ROWS}, compiled"
-ROWS_GRAPHS = f"{ROWS}, layers as CUDA graphs"
-ROWS_COMPILED_GRAPHS = f"{ROWS_COMPILED}, layers as CUDA graphs"
-OF_ROWS = (ROWS, ROWS_COMPILED, ROWS_GRAPHS, ROWS_COMPILED_GRAPHS)
-LEVERS = (MOST_TOKENS, *OF_ROWS, MOST_COMPILED, MORE_TOKENS, COMPILED, APART, JOINED, STAGE_0, FLASH, MATRICES)
+PADDED = "6 times the tokens in a micro-batch, with padding"
+OTHERS = "6 times the tokens in a micro-batch, torch's kernels alone"
+LEVERS = (MOST_TOKENS, PADDED, OTHERS, MOST_COMPILED, MORE_TOKENS, COMPILED, APART, JOINED, STAGE_0)
 LEVERS_PRECISION = "bf16"
 AT_ONCE = 3
 """Lanes of APART and JOINED."""
-TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, MOST_COMPILED, *OF_ROWS), 6)}
+TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, PADDED, OTHERS, MOST_COMPILED), 6)}
 GOALS = {"big": (230_000, 345_000), "base": (450_000, 650_000)}
 """Goals in real target tokens per second on one H200."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
@@ -226,25 +220,21 @@ def _be_a_case(case: Case) -> None:
     ranks = group.join(600)
     engine = _engine(case, ranks)
     steps, at_once = _steps(case), _training(case).lanes_per_pass
-    pass_forward = _forward(case, engine, steps, ranks)
+    pass_forward = _forward(case)
     _pass_seconds(pass_forward, engine, steps, ranks, at_once)
     gc.collect()
     gc.freeze()  # as in training
     started = time.perf_counter() - began
     seconds = [_pass_seconds(pass_forward, engine, steps, ranks, at_once) for _ in range(case.num_passes)]
-    figures = {**_figures(case, steps, seconds, ranks), "start_seconds": started}
-    if isinstance(pass_forward, RowsEndToEnd):
-        figures["padding"] = 1 - pass_forward.filling
-    print(json.dumps(figures), flush=True)
+    print(json.dumps({**_figures(case, steps, seconds, ranks), "start_seconds": started}), flush=True)
     group.leave()
 
 
 def _engine(case: Case, ranks: Ranks) -> Engine:
     torch.manual_seed(SEED)
     model = Transformer(ModelConfig(preset=case.preset), case.vocabulary, case.vocabulary, PAD_ID).to(ranks.device)
-    if case.lever in (FLASH, MATRICES):  # the length from which flash attention is on
-        attention.EFFICIENT_UP_TO = 0 if case.lever == FLASH else sys.maxsize
-    torch.backends.cuda.enable_mem_efficient_sdp(case.lever != MATRICES)
+    if case.lever in (PADDED, OTHERS):
+        gpu_kernels.has_kernels = lambda: False
     training = _training(case)
     objective = Objective(model, training.label_smoothing, training.precision)
     engine = Engine(objective, training, OptimizerConfig(), ranks)
@@ -270,17 +260,18 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
     return [batches[start : start + lanes] for start in range(0, len(batches), lanes)]
 
 
-def _forward(case: Case, engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> Forward:
-    """Returns what computes a forward pass, of padded sentences or of sentences end to end."""
-    if case.lever not in OF_ROWS:
-        return lambda engine, batches, device: engine(*inputs_of(batches, device))
-    model = engine._engine.module.model
-    batches = [batch for batches in steps for batch in batches]
-    levers = {
-        "is_compiled": ROWS_COMPILED in case.lever,
-        "is_graphed": case.lever in (ROWS_GRAPHS, ROWS_COMPILED_GRAPHS),
-    }
-    return RowsEndToEnd(engine.wait_for_weights, model, batches, ranks.device, **levers)
+def _forward(case: Case) -> Forward:
+    """Returns what computes a forward pass; with padding if the lever says so."""
+
+    def forward(engine: Callable[..., Any], batches: Sequence[MicroBatch], device: torch.device) -> Any:
+        inputs = inputs_of(batches, device)
+        if case.lever == PADDED and len(inputs) == 5:
+            (batch,) = batches
+            sides = batch.source_BS, batch.target_in_BT, batch.target_out_BT
+            inputs = *(part.view_as(side) for part, side in zip(inputs[:3], sides, strict=True)), inputs[3], None  # type: ignore[union-attr]
+        return engine(*inputs)
+
+    return forward
 
 
 def _pass_seconds(

@@ -101,7 +101,7 @@ class RowsEndToEnd:
         self._wait_for_weights, self._model, self.device = wait_for_weights, model, device
         lengths = [_lengths(batch, model.pad_id) for batch in batches]
         totals = torch.tensor([[int(side.sum()) for side in sides] for sides in lengths])
-        self._longest = max(int(side.max()) for sides in lengths for side in sides)
+        self._longest = max(BLOCK, *(int(side.max()) for sides in lengths for side in sides))
         self._sizes = [-(-int(most) // ROUNDING) * ROUNDING for most in totals.max(0).values]
         self.filling = float(totals.sum()) / (sum(self._sizes) * len(batches))
         rows = [[_rows(side, size) for side, size in zip(sides, self._sizes, strict=True)] for sides in lengths]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_transformer.model import gpu_kernels
 from dist_transformer.model.cpu_kernels import Linear, attend_in_fp32
 
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -26,27 +27,38 @@ blocks of 128: half the time for 28 tokens on an H200, 0.87 of it for 128, and 1
 
 @dataclass(frozen=True)
 class Joined:
-    """One side of several batches that are computed as one, (1, N, D): all positions of all rows, end to end.
+    """One side of several batches that are computed as one, (1, N, D): the real tokens of all rows, end to end.
 
-    Only attention looks at the batches one by one; everything else works on each position alone.
+    Only attention looks at the rows one by one; everything else works on each position alone.
 
     Attributes:
-        shapes: (rows, length) of each batch.
-        masks: what is added to the scores of attention to each; None: no mask.
+        shapes: (rows, length) of each batch, with padding.
+        real_N: places of the tokens among those of all batches with padding.
+        starts_R: the first token of each row, then N.
+        block: the smallest power of 2, from 16 on, that is not less than any length.
+        masks: what is added to the scores of attention to each batch with padding.
     """
 
     shapes: Sequence[tuple[int, int]]
-    masks: Sequence[Tensor | None]
+    real_N: Tensor
+    starts_R: Tensor
+    block: int
+    masks: Sequence[Tensor]
 
     def split(self, joined_1NP: Tensor) -> list[Tensor]:
-        """Returns (rows, length, P) of each batch, views of the input; (rows, length) of one without P, such as ids."""
-        parts = torch.split(joined_1NP[0], [rows * length for rows, length in self.shapes])
+        """Returns (rows, length, P) of each batch, with zeros at padding."""
+        num_places = sum(rows * length for rows, length in self.shapes)
+        padded = joined_1NP.new_zeros(num_places, joined_1NP.shape[2]).index_copy(0, self.real_N, joined_1NP[0])
+        return self.batches_of(padded)
+
+    def batches_of(self, padded: Tensor) -> list[Tensor]:
+        """Returns (rows, length, ...) of each batch, views of what all have with padding, (places, ...)."""
+        parts = torch.split(padded, [rows * length for rows, length in self.shapes])
         return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
 
-
-def join(parts_BTP: Sequence[Tensor]) -> Tensor:
-    """Inverse of `Joined.split`: (1, N, P)."""
-    return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP])[None]
+    def join(self, parts_BTP: Sequence[Tensor]) -> Tensor:
+        """Inverse of `split`: (1, N, P)."""
+        return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP])[self.real_N][None]
 
 
 @dataclass
@@ -137,8 +149,12 @@ class SelfAttention(nn.Module):
         projected_BTP = self.query_key_value(input_BTD)
         if joined is None:
             return self.output(self._attend(projected_BTP, mask_B11T))  # type: ignore[no-any-return]
-        parts = zip(joined.split(projected_BTP), joined.masks, strict=True)
-        return self.output(join([self._attend(part_BTP, mask) for part_BTP, mask in parts]))  # type: ignore[no-any-return]
+        is_plain = self.rotary_positions is None
+        if is_plain and gpu_kernels.can_attend(projected_BTP, joined.block, self.widths, self.num_heads):
+            return self.output(_attend_short(projected_BTP, None, joined, joined, self.num_heads, self.is_causal))  # type: ignore[no-any-return]
+        masks = [None] * len(joined.masks) if self.is_causal else joined.masks
+        parts = zip(joined.split(projected_BTP), masks, strict=True)
+        return self.output(joined.join([self._attend(part_BTP, mask) for part_BTP, mask in parts]))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix in a layer's weight: DeepNorm's `beta` is for values only."""
@@ -207,9 +223,11 @@ class CrossAttention(nn.Module):
         if joined is None:
             return self.output(self._attend(self.query(input_BTD), self.project(memory_BSD), mask_B11S))  # type: ignore[no-any-return]
         source, target = joined
-        queries, memories = target.split(self.query(input_BTD)), source.split(self.key_value(memory_BSD))
-        parts = zip(queries, memories, source.masks, strict=True)
-        return self.output(join([self._attend(query, self._keys_values(kv), mask) for query, kv, mask in parts]))  # type: ignore[no-any-return]
+        queries, memories = self.query(input_BTD), self.key_value(memory_BSD)
+        if gpu_kernels.can_attend(queries, max(source.block, target.block), self.widths, self.num_heads):
+            return self.output(_attend_short(queries, memories, source, target, self.num_heads, False))  # type: ignore[no-any-return]
+        parts = zip(target.split(queries), source.split(memories), source.masks, strict=True)
+        return self.output(target.join([self._attend(query, self._keys_values(kv), mask) for query, kv, mask in parts]))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix, as in `SelfAttention`."""
@@ -247,6 +265,14 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
     if query_BHTK.is_cuda and not torch.compiler.is_compiling():
         torch.backends.cuda.enable_flash_sdp(query_BHTK.shape[2] > EFFICIENT_UP_TO)
     return F.scaled_dot_product_attention(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal=is_causal)
+
+
+def _attend_short(
+    queries_1NP: Tensor, others_1MP: Tensor | None, keys: Joined, queries: Joined, num_heads: int, is_causal: bool
+) -> Tensor:
+    others = None if others_1MP is None else others_1MP[0]
+    about = queries.starts_R, keys.starts_R, num_heads, queries.block, keys.block, is_causal
+    return gpu_kernels.attend_rows(queries_1NP[0], others, *about)[None]
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:

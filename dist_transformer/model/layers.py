@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.model_size import head_sizes
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model import cpu_kernels
+from dist_transformer.model import cpu_kernels, gpu_kernels
 from dist_transformer.model.attention import CrossAttention, Joined, KeyValue, KeyValueCache, SelfAttention
 from dist_transformer.model.cpu_kernels import Linear
 
@@ -54,6 +54,8 @@ class AddAndNorm(nn.Module):
         if self.is_pre_norm:
             return torch.add(input_BTD, self.dropout(sublayer(self.norm(input_BTD))))
         added_BTD = self.dropout(sublayer(input_BTD))
+        if gpu_kernels.can_norm(added_BTD, input_BTD, self.norm):
+            return gpu_kernels.add_and_norm(input_BTD, added_BTD, self.norm, self.alpha)
         return self.norm(torch.add(added_BTD, input_BTD, alpha=self.alpha))  # type: ignore[no-any-return]
 
 

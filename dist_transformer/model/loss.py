@@ -13,13 +13,14 @@ for all tokens and pieces, so it needs no pass over the logits: both products ar
 weight by e times the weight's mean row, the one with the hidden states by e / V times their sum.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dist_transformer.model import gpu_kernels
 from dist_transformer.model.cpu_kernels import faster_products
 
 CHUNK_TOKENS = 4096
@@ -41,7 +42,6 @@ def label_smoothed_cross_entropy(
     bias_V: Tensor | None = None,
     num_real: int | None = None,
     counts_hits: bool = False,
-    gradient_of: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Sums over the real targets of (label-smoothed loss, negative log-likelihood): natural logarithm, fp32 scalars.
 
@@ -51,7 +51,6 @@ def label_smoothed_cross_entropy(
     the autocast type if autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
 
     With `counts_hits` also the number of real targets that are the likeliest token (int64); then without gradients.
-    `gradient_of`: `gradient_of_logits`, compiled.
     """
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
@@ -60,7 +59,7 @@ def label_smoothed_cross_entropy(
     needs_gradient = tuple(
         has_gradient and tensor is not None and tensor.requires_grad for tensor in (hidden_ND, weight_VD, bias_V)
     )
-    about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, gradient_of or _in_place, needs_gradient
+    about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, needs_gradient
     with torch.autocast(device_type, enabled=False), torch.set_grad_enabled(has_gradient):
         sums: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, *about)  # type: ignore[no-untyped-call]
     return sums if counts_hits else sums[:2]
@@ -82,7 +81,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_real: int | None,
         matmul_dtype: torch.dtype,
         counts_hits: bool,
-        gradient_of: Callable[..., tuple[Tensor, Tensor, Tensor]],
         needs_gradient: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes both sums, and counts the targets that are the likeliest if asked to. `needs_gradient`: True for
@@ -98,6 +96,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_hits = target_N.new_zeros(())
         hidden_gradient_RD, done = torch.empty_like(hidden_RD, dtype=wide), 0
         _, needs_weight, needs_bias = needs_gradient
+        is_ours = hidden_ND.is_cuda and wide == torch.float32 and gpu_kernels.has_kernels()
+        gradient_of = gpu_kernels.gradient_of_logits if is_ours else _in_place
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         bias_gradient_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None
         for hidden_CD, target_C, logits_CV in _chunks(hidden_RD, target_R, multiplied_weight_VD, bias_V, wide):
@@ -142,7 +142,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
         if bias_gradient_V is not None:
             bias_gradient_V = (bias_gradient_V * factor).to(ctx.weight_dtype)
-        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 8
+        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 7
 
 
 def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
@@ -186,26 +186,11 @@ def _turn_into_probabilities(
 def _in_place(
     logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what `gradient_of_logits` does, and overwrites the logits."""
+    """Returns (loss, negative log-likelihood), summed over the chunk, and the gradient of the logits but for its part that
+    is the same for all, times `scale`; overwrites the logits."""
     loss, nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
     logits_CV.scatter_add_(1, target_C[:, None], logits_CV.new_full((len(target_C), 1), label_smoothing - 1))
     return loss, nll, (logits_CV.mul_(scale) if scale != 1 else logits_CV).to(dtype)
-
-
-def gradient_of_logits(
-    logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (loss, negative log-likelihood), summed over the chunk, and the gradient of the logits but for its part that
-    is the same for all, times `scale`. torch's compiler makes two kernels of it."""
-    log_normaliser_C = logits_CV.logsumexp(1)
-    nll_C = log_normaliser_C - logits_CV.gather(1, target_C[:, None]).squeeze(1)
-    loss_C = (1 - label_smoothing) * nll_C
-    if label_smoothing:  # the mean logit may be infinite
-        loss_C = loss_C + label_smoothing * (log_normaliser_C - mean_logit_C)
-    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C[:, None]
-    probability_CV = (logits_CV - log_normaliser_C[:, None]).exp()
-    gradient_CV = probability_CV - is_target_CV.to(logits_CV.dtype) * (1 - label_smoothing)
-    return loss_C.sum(), nll_C.sum(), (gradient_CV * scale).to(dtype)
 
 
 def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:

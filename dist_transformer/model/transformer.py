@@ -1,13 +1,13 @@
 """The network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
 
 Axes: B batch, S source, T target, D model, H heads, V vocabulary. Token ids are int64; padding only at the end.
-Several batches may be computed as one, with the same loss: their tokens are then end to end, M of the source and N of the
-target, and `shapes` holds (B, S, T) of each. Everything but attention takes them as one large batch.
+Batches may be computed without padding, several as one, with the same loss: their real tokens are then end to end, M of
+the source and N of the target, as everything but attention takes them.
 In decoding the batch rows are the beams of the sentences in turn: rows n * beam to (n + 1) * beam are sentence n's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import CrossAttention, Joined, Places, SelfAttention, join
+from dist_transformer.model.attention import CrossAttention, Joined, Places, SelfAttention
 from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.layers import (
     DecoderLayer,
@@ -30,10 +30,11 @@ from dist_transformer.model.layers import (
     SinusoidalPositions,
     make_norm,
 )
-from dist_transformer.model.loss import gradient_of_logits, label_smoothed_cross_entropy
+from dist_transformer.model.loss import label_smoothed_cross_entropy
 
-Shapes = Sequence[tuple[int, int, int]]
-"""(B, S, T) of several batches that are computed as one."""
+Shapes = Sequence[tuple[int, int, int, int, int]]
+"""(B, S, T) of each batch that is computed without padding, and its numbers of source and target tokens, at least one in
+each row."""
 
 
 @dataclass
@@ -116,7 +117,6 @@ class Transformer(nn.Module):
         self.output = None if config.tied_output else Linear(config.d_model, target_vocabulary, bias=False)
         self.output_bias = nn.Parameter(torch.zeros(target_vocabulary)) if config.output_bias else None
         self._layers_dtype: torch.dtype | None = None
-        self._gradient_of: Any = None
         self._initialise(config)
 
     def round_layers(self, dtype: torch.dtype) -> None:
@@ -127,14 +127,13 @@ class Transformer(nn.Module):
         self._layers_dtype = dtype
 
     def compile_layers(self) -> None:
-        """Compiles the layers with torch's compiler, and on GPUs the loss: one graph for layers of a kind, for all lengths. It
+        """Compiles the layers with torch's compiler: one graph for layers of a kind, for all lengths. It
         is made in the first pass, for the precision and device of that pass."""
         torch.fx.experimental._config.use_duck_shape = False  # lengths are equal by chance only
         for layer in (*self.encoder_layers, *self.decoder_layers):
             if (positions := layer.self_attention.rotary_positions) is not None:
                 positions(0, 1, self.source_embedding.weight)  # a table made within a graph would need another graph
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        self._gradient_of = torch.compile(gradient_of_logits, dynamic=True)
 
     @property
     def output_weight(self) -> Tensor:
@@ -174,21 +173,19 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32.
 
-        `num_targets`: their number, if the host knows it, so that it does not wait for the GPU. `shapes`: those of several
-        batches; the sides are then (M,), (N,), (N,). With `counts_hits` also the number of them that are the likeliest, all
-        without gradients.
+        `num_targets`: their number, if the host knows it, so that it does not wait for the GPU. `shapes`: those of the
+        batches to compute without padding, one after another in each side, (B * S,) or (B * T,). With `counts_hits` also the
+        number of them that are the likeliest, all without gradients.
         """
-        hidden_ND = self.decode_hidden(source_BS, target_in_BT, shapes).flatten(0, 1)
-        target_N = target_out_BT.flatten()
-        gradient_of = self._gradient_of if hidden_ND.is_cuda else None
-        about = label_smoothing, self.pad_id, self.output_bias, num_targets, counts_hits, gradient_of
+        if shapes is None:
+            hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
+        else:
+            hidden_ND, target_N = self._decode_joined(source_BS, target_in_BT, target_out_BT, shapes)
+        about = label_smoothing, self.pad_id, self.output_bias, num_targets, counts_hits
         return label_smoothed_cross_entropy(hidden_ND, self.output_weight, target_N, *about)
 
-    def decode_hidden(self, source_BS: Tensor, target_BT: Tensor, shapes: Shapes | None = None) -> Tensor:
-        """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary; (1, N, D) with the
-        `shapes` of several batches, whose tokens are (M,) and (N,)."""
-        if shapes is not None:
-            return self._decode_joined(source_BS, target_BT, shapes)
+    def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
+        """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
         mask_B11S = self._mask(source_BS)
         memory_BSD = self._encode(source_BS, mask_B11S)
         hidden_BTD = self._embed(self.target_embedding, self.target_positions, target_BT)
@@ -245,18 +242,38 @@ class Transformer(nn.Module):
             hidden_BSD = self._layer(layer, None, hidden_BSD, mask_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
-    def _decode_joined(self, source_M: Tensor, target_N: Tensor, shapes: Shapes) -> Tensor:
-        source, target = (Joined([(b, side[i]) for b, *side in shapes], [None] * len(shapes)) for i in (0, 1))
-        sources, targets = source.split(source_M[None]), target.split(target_N[None])
-        source = replace(source, masks=[self._mask(source_BS) for source_BS in sources])
-        memory_1MD = join([self._embed(self.source_embedding, self.source_positions, tokens) for tokens in sources])
+    def _decode_joined(
+        self, source: Tensor, target_in: Tensor, target_out: Tensor, shapes: Shapes
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the decoder's last hidden states (N, D) and the token after each (N,)."""
+        of_source, places_M = self._joined(source, [(b, s, m) for b, s, _, m, _ in shapes])
+        of_target, places_N = self._joined(target_out, [(b, t, n) for b, _, t, _, n in shapes])
+        source_1M, target_1N = source[of_source.real_N][None], target_in[of_target.real_N][None]
+        memory_1MD = self._embed(self.source_embedding, self.source_positions, source_1M, places=places_M)
+        hidden_1ND = self._embed(self.target_embedding, self.target_positions, target_1N, places=places_N)
         for layer in self.encoder_layers:
-            memory_1MD = self._layer(layer, source, memory_1MD, None, source)
+            memory_1MD = self._layer(layer, of_source, memory_1MD, None, of_source)
         memory_1MD = self.encoder_norm(memory_1MD)
-        hidden_1ND = join([self._embed(self.target_embedding, self.target_positions, tokens) for tokens in targets])
         for layer in self.decoder_layers:
-            hidden_1ND = self._layer(layer, target, hidden_1ND, memory_1MD, None, (source, target))
-        return self.decoder_norm(hidden_1ND)  # type: ignore[no-any-return]
+            hidden_1ND = self._layer(layer, of_target, hidden_1ND, memory_1MD, None, (of_source, of_target))
+        return self.decoder_norm(hidden_1ND)[0], target_out[of_target.real_N]
+
+    def _joined(self, tokens: Tensor, shapes: Sequence[tuple[int, int, int]]) -> tuple[Joined, tuple[int, Tensor]]:
+        """Returns a side of batches, of which `shapes` are rows, length and number of tokens, and the places for `_embed`."""
+        parts = torch.split(tokens, [rows * length for rows, length, _ in shapes])
+        batches = [part.view(rows, length) for part, (rows, length, _) in zip(parts, shapes, strict=True)]
+        are_real = [batch != self.pad_id for batch in batches]
+        for is_real_BT in are_real:
+            is_real_BT[:, 0] = True  # also in a row without tokens
+        is_real, num_tokens = torch.cat([each.flatten() for each in are_real]), sum(number for *_, number in shapes)
+        real_N = torch.nonzero_static(is_real, size=num_tokens, fill_value=len(tokens)).squeeze(1)
+        starts_R = F.pad(torch.cat([each.sum(1) for each in are_real]).cumsum(0), (1, 0))
+        longest = max(length for _, length, _ in shapes)
+        block = max(16, 1 << (longest - 1).bit_length())
+        of_rows = [torch.arange(batch.shape[1], device=tokens.device).expand_as(batch).flatten() for batch in batches]
+        masks = [self._mask(batch) for batch in batches]
+        joined = Joined([shape[:2] for shape in shapes], real_N, starts_R, block, masks)
+        return joined, (longest, torch.cat(of_rows)[real_N])
 
     def _layer(self, layer: nn.Module, joined: Joined | None, *inputs: Any) -> Tensor:
         """Applies a layer; in training a sentence skips it with probability `layer_drop`. It is computed all the same,
@@ -273,13 +290,24 @@ class Transformer(nn.Module):
             is_kept_B11 = torch.rand(len(output), 1, 1, device=output.device) >= self.layer_drop
         else:
             rows = [torch.rand(rows, 1, 1, device=output.device).expand(-1, size, 1) for rows, size in joined.shapes]
-            is_kept_B11 = join(rows) >= self.layer_drop
+            is_kept_B11 = joined.join(rows) >= self.layer_drop
         return torch.where(is_kept_B11, output, inputs[0])
 
-    def _embed(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
-        """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4)."""
+    def _embed(
+        self,
+        embedding: nn.Module,
+        positions: nn.Module,
+        token_BT: Tensor,
+        start: int = 0,
+        places: tuple[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4). `places`: of rows end to
+        end, the length of the longest and the position of each token in its row."""
         scaled_BTD = embedding(token_BT) * self.embedding_scale
-        return self.embedding_dropout((scaled_BTD + positions(start, token_BT.shape[1], scaled_BTD)).to(self._dtype))  # type: ignore[no-any-return]
+        vectors_TD = positions(start, places[0] if places else token_BT.shape[1], scaled_BTD)
+        if places is not None and vectors_TD.dim():
+            vectors_TD = vectors_TD[places[1]]
+        return self.embedding_dropout((scaled_BTD + vectors_TD).to(self._dtype))  # type: ignore[no-any-return]
 
     @property
     def _dtype(self) -> torch.dtype:

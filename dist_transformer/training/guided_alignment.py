@@ -50,11 +50,9 @@ class GuidedAlignment:
         if shapes is None:
             return self._loss(input_BTD, memory_BSD, source_BS, target_BT)
         of_source, of_target = joined
-        sides = (
-            *(of_target.split(input_BTD), of_source.split(memory_BSD)),
-            *(side.split(tokens[None, :, None]) for side, tokens in ((of_source, source_BS), (of_target, target_BT))),
-        )
-        return torch.stack([self._loss(x, m, s[..., 0], t[..., 0]) for x, m, s, t in zip(*sides, strict=True)]).sum()
+        states, tokens = [of_target.split(input_BTD), of_source.split(memory_BSD)], (source_BS, target_BT)
+        batches = [side.batches_of(of_side) for side, of_side in zip((of_source, of_target), tokens, strict=True)]
+        return torch.stack([self._loss(*each) for each in zip(*states, *batches, strict=True)]).sum()
 
     def alignment(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """Returns the probability (B, T, S) that a target token comes from a source token; rows sum to 1 at most."""

@@ -2,8 +2,6 @@
 
 import os
 import platform
-import shutil
-import sysconfig
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_transformer.errors import UserError
+from dist_transformer.model.gpu_kernels import lacking_for
 from dist_transformer.model.transformer import Shapes, Transformer
 
 if TYPE_CHECKING:  # at run time it would import pyarrow, whose threads forbid to fork ranks (forked_ranks.py)
@@ -41,11 +40,7 @@ class Objective(nn.Module):
 
     def compile_layers(self) -> None:
         """Compiles the layers with torch's compiler. UserError: it, or Triton on GPUs, lacks a C++ compiler or Python.h."""
-        names = [os.environ.get("CXX", "g++"), "clang++", "c++"]
-        header = f"{sysconfig.get_path('include', 'posix_prefix')}/Python.h"
-        lacking = "" if os.path.exists(header) else f"{header} is missing"
-        lacking = lacking if any(map(shutil.which, names)) else f"none of {', '.join(names)} is in PATH"
-        if lacking:
+        if lacking := lacking_for([os.environ.get("CXX", "g++"), "clang++", "c++"]):
             raise UserError(
                 f"training.compile_layers: true needs a C++ compiler and Python's headers on {platform.node()}, but {lacking}: "
                 "install them (Debian: apt install g++ python3-dev), load a module in slurm.setup, or set it to false"
@@ -81,13 +76,15 @@ class Objective(nn.Module):
 
 def inputs_of(batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Tensor | Shapes | int | None, ...]:
     """Returns the arguments of an `Objective` for micro-batches that are computed as one: the sides on the device, with one
-    copy for all of them, from page-locked memory, so that it is asynchronous; the number of target tokens; shapes if there
-    are several micro-batches."""
+    copy for all of them, from page-locked memory, so that it is asynchronous; the number of target tokens; shapes if they are
+    to be computed without padding: several, or on GPUs."""
     sides = [[getattr(batch, name) for batch in batches] for name in ("source_BS", "target_in_BT", "target_out_BT")]
     flat = torch.cat([tokens.flatten() for side in sides for tokens in side])
     flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
     parts = torch.split(flat, [sum(tokens.numel() for tokens in side) for side in sides])
     num_targets = sum(batch.shape.target_tokens for batch in batches)
-    if len(batches) == 1:
+    if len(batches) == 1 and device.type == "cpu":
         return *(part.view_as(side[0]) for part, side in zip(parts, sides, strict=True)), num_targets, None
-    return *parts, num_targets, [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
+    tokens = [(max(1, batch.shape.source_tokens), max(1, batch.shape.target_tokens)) for batch in batches]
+    sizes = [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
+    return *parts, num_targets, [(*size, *numbers) for size, numbers in zip(sizes, tokens, strict=True)]

@@ -8,7 +8,7 @@ import torch
 from test_model_variants import VARIANTS, VOCABULARY
 from torch import Tensor
 
-from dist_transformer.model.attention import Joined, join
+from dist_transformer.model.attention import Joined
 from dist_transformer.model.transformer import Transformer
 
 PAD = 0
@@ -31,8 +31,12 @@ def batches_of(shapes: list[tuple[int, int, int]]) -> list[Batch]:
     return [(s, torch.cat([torch.ones_like(t[:, :1]), t[:, :-1]], 1), t) for s, t in zip(sources, targets, strict=True)]
 
 
-def end_to_end(batches: list[Batch]) -> tuple[Tensor, ...]:
+def one_after_another(batches: list[Batch]) -> tuple[Tensor, ...]:
     return tuple(torch.cat([side.flatten() for side in sides]) for sides in zip(*batches, strict=True))
+
+
+def shapes_of(batches: list[Batch]) -> list[tuple[int, int, int, int, int]]:
+    return [(*s.shape, t.shape[1], int((s != PAD).sum()), int((t != PAD).sum())) for s, _, t in batches]
 
 
 def gradients(model: Transformer, *losses: Tensor) -> dict[str, Tensor]:
@@ -50,7 +54,7 @@ def test_joined_batches_have_the_sum_of_their_losses_and_its_gradients(
     alone = [model.loss(*batch, 0.1) for batch in batches]
     expected = gradients(model, *(loss for loss, _ in alone))
     model.activation_checkpointing = checkpointing
-    loss, nll = model.loss(*end_to_end(batches), 0.1, None, SHAPES)
+    loss, nll = model.loss(*one_after_another(batches), 0.1, None, shapes_of(batches))
     torch.testing.assert_close(loss, torch.stack([loss for loss, _ in alone]).sum())
     torch.testing.assert_close(nll, torch.stack([nll for _, nll in alone]).sum())
     torch.testing.assert_close(gradients(model, loss), expected)

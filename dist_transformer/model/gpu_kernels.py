@@ -1,0 +1,198 @@
+"""What is faster on CUDA by kernels of our own (triton_kernels.py): attention of short rows that lie end to end, the sum and
+norm after a sub-layer, the gradient of logits.
+
+torch's kernels of attention work on blocks of 64 or 128 positions, and sentences have 30; its gradient of a norm's weight
+takes longer than all else of the norm; its softmax reads and writes the logits several times.
+Axes: N tokens of all rows of queries, M of keys, P projections of all heads, R rows; C tokens, V vocabulary; D model.
+"""
+
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LONGEST = 128
+"""Tokens of a row that one program can hold."""
+NORM_PROGRAMS = 1024
+"""Programs of the backward pass of a norm, each of which sums gradients of the weight."""
+
+
+def lacking_for(compilers: Sequence[str]) -> str:
+    """Returns what this machine lacks of a compiler, by any of these names, and Python's headers; "" if nothing."""
+    header = f"{sysconfig.get_path('include', 'posix_prefix')}/Python.h"
+    if not any(map(shutil.which, compilers)):
+        return f"none of {', '.join(compilers)} is in PATH"
+    return "" if os.path.exists(header) else f"{header} is missing"
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """True if Triton is installed and can compile here."""
+    compilers = [os.environ.get("CC", "gcc"), "clang", "cc"]
+    return importlib.util.find_spec("triton") is not None and not lacking_for(compilers)
+
+
+def parts_of(queries: Tensor, others: Tensor | None) -> Sequence[Tensor]:
+    """Returns queries, keys and values, views of their inputs."""
+    return queries.chunk(3, 1) if others is None else (queries, *others.chunk(2, 1))
+
+
+def _launch(name: str, tensors: Sequence[Tensor], strides: Sequence[int], blocks: Sequence[int], about: Any) -> None:
+    from dist_transformer.model import triton_kernels
+
+    num_rows, num_heads, size, is_causal = about
+    num_warps = 1 if max(blocks) <= 32 else 4 if max(blocks) <= 64 else 8
+    kernel = getattr(triton_kernels, name)[num_rows, num_heads]
+    kernel(*tensors, *strides, size**-0.5, is_causal, *blocks, size, num_warps=num_warps, num_stages=1)
+
+
+def _forward(
+    queries: Tensor, others: Tensor | None, q_starts: Tensor, k_starts: Tensor, num_heads: int, q_block: int, k_block: int,
+    is_causal: bool,
+) -> Tensor:  # fmt: skip
+    q, k, v = parts_of(queries, others)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    about = len(q_starts) - 1, num_heads, q.shape[1] // num_heads, is_causal
+    strides = q.stride(0), k.stride(0), out.stride(0)
+    _launch("attend", [q, k, v, out, q_starts, k_starts], strides, (q_block, k_block), about)
+    return out
+
+
+def _backward(
+    of_out: Tensor, queries: Tensor, others: Tensor | None, q_starts: Tensor, k_starts: Tensor, num_heads: int,
+    q_block: int, k_block: int, is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = parts_of(queries, others)
+    of_queries = torch.empty_like(queries)
+    of_others = queries.new_empty(0) if others is None else torch.empty_like(others)
+    grads = parts_of(of_queries, None if others is None else of_others)
+    about = len(q_starts) - 1, num_heads, q.shape[1] // num_heads, is_causal
+    of_out = of_out.contiguous()
+    strides = q.stride(0), k.stride(0), of_out.stride(0)
+    _launch("attend_backward", [q, k, v, of_out, *grads, q_starts, k_starts], strides, (q_block, k_block), about)
+    return of_queries, of_others
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.about = inputs[4:]
+
+
+def _gradients_by(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    def gradients(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        of_queries, of_others = backward(of_out, *ctx.saved_tensors, *ctx.about)
+        return of_queries, None if ctx.saved_tensors[1] is None else of_others, *[None] * 6
+
+    return gradients
+
+
+class _Eager(torch.autograd.Function):
+    """The same as the operator below, without its overhead."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_gradients_by(_backward))
+
+
+_compiled = torch.library.custom_op("dist_transformer::attend_rows", _forward, mutates_args=())
+_compiled_backward = torch.library.custom_op("dist_transformer::attend_rows_backward", _backward, mutates_args=())
+_compiled.register_autograd(_gradients_by(_compiled_backward), setup_context=_keep)
+
+
+@_compiled.register_fake
+def _(queries: Tensor, others: Tensor | None, *about: Any) -> Tensor:
+    return queries.new_empty(len(queries), queries.shape[1] // (3 if others is None else 1))
+
+
+@_compiled_backward.register_fake
+def _(_: Tensor, queries: Tensor, others: Tensor | None, *__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(queries), queries.new_empty(0) if others is None else torch.empty_like(others)
+
+
+def can_attend(queries_1NP: Tensor, block: int, widths: Sequence[int], num_heads: int) -> bool:
+    """True if `attend_rows` computes rows of up to `block` tokens with keys and values of these widths, on CUDA in 16 bits."""
+    size = widths[0] // num_heads
+    if not queries_1NP.is_cuda or queries_1NP.itemsize != 2 or block > LONGEST or not has_kernels():
+        return False
+    return widths[0] == widths[-1] and size in (16, 32, 64, 128)
+
+
+def attend_rows(queries: Tensor, others: Tensor | None, *about: Any) -> Tensor:
+    """Attention (N, P) of each row of queries to the row of keys and values with its number.
+
+    Args:
+        queries: (N, P); or, if `others` is None, (N, 3 P), with keys and values.
+        others: keys and values, (M, 2 P).
+        about: starts of the rows of queries and of keys, (R + 1,) each; number of heads; powers of 2 not less than the
+            longest row of queries and of keys; whether no query may attend to later keys.
+    """
+    attend: Callable[..., Tensor] = _compiled if torch.compiler.is_compiling() else _Eager.apply
+    return attend(queries, others, *about)
+
+
+def can_norm(x: Tensor, y: Tensor, norm: nn.Module) -> bool:
+    """True if `add_and_norm` computes these: on CUDA, of one 16-bit type, not within a graph of torch's compiler."""
+    if not x.is_cuda or x.itemsize != 2 or torch.compiler.is_compiling() or not has_kernels():
+        return False
+    is_whole = not hasattr(norm.weight, "ds_id")  # ZeRO 3 gathers it where the module is called
+    return is_whole and x.dtype == y.dtype == norm.weight.dtype and x.is_contiguous() and y.is_contiguous()
+
+
+def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, alpha: float) -> Tensor:
+    """Returns `norm` of alpha x + y, a `LayerNorm` or an `RMSNorm`, computed by one kernel each way."""
+    bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+    return _AddNorm.apply(x, y, norm.weight, bias, alpha, norm.eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, alpha: float, epsilon: float
+    ) -> Tensor:
+        from dist_transformer.model import triton_kernels
+
+        size, is_rms, added, out = x.shape[-1], bias is None, torch.empty_like(x), torch.empty_like(x)
+        means_2N = torch.empty(2, x.numel() // size, dtype=torch.float32, device=x.device)
+        about = size, alpha, epsilon, is_rms, _power_of_2(size)
+        tensors = x, y, weight, weight if bias is None else bias, added, out, *means_2N
+        triton_kernels.add_norm[(means_2N.shape[1],)](*tensors, *about, num_warps=4)
+        ctx.save_for_backward(added, weight, means_2N)
+        ctx.about = is_rms, alpha
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        from dist_transformer.model import triton_kernels
+
+        (added, weight, means_2N), (is_rms, alpha) = ctx.saved_tensors, ctx.about
+        size, of_added, of_out = added.shape[-1], torch.empty_like(added), of_out.contiguous()
+        num_tokens = means_2N.shape[1]
+        parts_2PD = means_2N.new_empty(1 if is_rms else 2, min(num_tokens, NORM_PROGRAMS), size)
+        about = num_tokens, size, is_rms, _power_of_2(size)
+        tensors = added, of_out, weight, *means_2N, of_added, parts_2PD[0], parts_2PD[-1]
+        triton_kernels.add_norm_backward[(parts_2PD.shape[1],)](*tensors, *about, num_warps=4)
+        of_weight, *of_bias = parts_2PD.sum(1).to(weight.dtype)
+        return of_added * alpha if alpha != 1 else of_added, of_added, of_weight, *(of_bias or [None]), None, None
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def gradient_of_logits(
+    logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes what `_in_place` of loss.py does, in one kernel that leaves the logits, in fp32, as they are."""
+    from dist_transformer.model import triton_kernels
+
+    losses_2C, gradient_CV = logits_CV.new_empty(2, len(target_C)), torch.empty_like(logits_CV, dtype=dtype)
+    about = logits_CV, target_C, mean_logit_C, *losses_2C, gradient_CV, logits_CV.shape[1], label_smoothing, scale
+    triton_kernels.gradient_of_logits[(len(target_C),)](*about, BLOCK=4096, num_warps=8)
+    loss, nll = losses_2C.sum(1)
+    return loss, nll, gradient_CV
