@@ -30,6 +30,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/triton triton  # for tests of kernels
 	touch $@
 
 demo: $(READY)

@@ -157,12 +157,6 @@ def _check_step(training: Any) -> Iterator[str]:
             f"training.zero_stage: 0 cannot be used with {which} (DeepSpeed does not scale the loss there); use 1, 2 or 3"
             f"{'' if is_given else ', or fp32 or bf16'}"
         )
-    if training.compile_layers and training.zero_stage == 3:
-        yield (
-            "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3, which gathers weights within the layers"
-        )
-    if training.compile_layers and training.guided_alignment:
-        yield "training.guided_alignment: reads what is within a layer; it needs training.compile_layers: false"
     if training.audit_share and (training.zero_stage == 3 or training.offload != "none"):
         yield (
             "training.audit_share: needs training.zero_stage 0, 1 or 2 and training.offload: none, where a rank can compute a "
@@ -185,7 +179,6 @@ def _check_same_bits(training: Any) -> Iterator[str]:
         "offload": (("none",), "DeepSpeed sums the gradients of offload"),
         "communication_dtype": (("auto", "fp32"), "gradients are sent in fp64"),
         "lanes_per_pass": ((1,), "lanes in one pass share its dropout masks and roundings"),
-        "compile_layers": ((False,), "kernels are made for the shapes that a rank meets first"),
     }
     for key, (values, reason) in needed.items():
         if (given := getattr(training, key)) not in values:
@@ -248,7 +241,6 @@ def _check_plugin(model: Any, training: Any, data: Any) -> Iterator[str]:
     if model.plugin is None:
         return
     for key, is_set in (
-        ("training.compile_layers", training.compile_layers),
         ("training.activation_checkpointing", training.activation_checkpointing),
         ("training.init_from", training.init_from is not None),
         ("training.lanes_per_pass above 1", training.lanes_per_pass > 1),

@@ -153,10 +153,6 @@ class TrainingConfig(Section):
         description="Sum the gradients of lanes in fixed point: the same bits of every weight on any number of ranks in stages "
         "0 to 2, on one kind of CPU with one number of threads a rank. Needs precision fp32.",
     )
-    compile_layers: Bool = Field(
-        False,
-        description="Compile the layers with torch's compiler in the first passes; stages 0 to 2. On an H200 it gained little.",
-    )
     label_smoothing: Fraction = Field(0.1, description="5.4: 0.1.")
     guided_alignment: Number = Field(
         0.0,

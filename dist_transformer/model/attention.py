@@ -48,7 +48,7 @@ class Joined:
     def split(self, joined_1NP: Tensor) -> list[Tensor]:
         """Returns (rows, length, P) of each batch, with zeros at padding."""
         num_places = sum(rows * length for rows, length in self.shapes)
-        padded = joined_1NP.new_zeros(num_places, joined_1NP.shape[2]).index_copy(0, self.real_N, joined_1NP[0])
+        padded = joined_1NP.new_zeros(num_places, joined_1NP.shape[2]).index_copy(0, self.real_N, joined_1NP.squeeze(0))
         return self.batches_of(padded)
 
     def batches_of(self, padded: Tensor) -> list[Tensor]:
@@ -58,7 +58,7 @@ class Joined:
 
     def join(self, parts_BTP: Sequence[Tensor]) -> Tensor:
         """Inverse of `split`: (1, N, P)."""
-        return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP])[self.real_N][None]
+        return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP])[self.real_N].unsqueeze(0)
 
 
 @dataclass
@@ -262,7 +262,7 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
     """Computes equation 1: (B, H, T, V). None: no mask."""
     if query_BHTK.is_cpu and query_BHTK.requires_grad and query_BHTK.itemsize == 2:
         return attend_in_fp32(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal)
-    if query_BHTK.is_cuda and not torch.compiler.is_compiling():
+    if query_BHTK.is_cuda:
         torch.backends.cuda.enable_flash_sdp(query_BHTK.shape[2] > EFFICIENT_UP_TO)
     return F.scaled_dot_product_attention(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal=is_causal)
 
@@ -270,9 +270,9 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
 def _attend_short(
     queries_1NP: Tensor, others_1MP: Tensor | None, keys: Joined, queries: Joined, num_heads: int, is_causal: bool
 ) -> Tensor:
-    others = None if others_1MP is None else others_1MP[0]
-    about = queries.starts_R, keys.starts_R, num_heads, queries.block, keys.block, is_causal
-    return gpu_kernels.attend_rows(queries_1NP[0], others, *about)[None]
+    others = None if others_1MP is None else others_1MP.squeeze(0)
+    about = queries.starts_R, keys.starts_R, num_heads, (queries.block, keys.block), is_causal
+    return gpu_kernels.attend_rows(queries_1NP.squeeze(0), others, *about).unsqueeze(0)
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:
@@ -289,10 +289,6 @@ def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
     of a query and a key then depends on their distance. The result has the type and memory layout of `vector_BHTK`."""
     vector_BTHK, sinusoid_T1K = vector_BHTK.transpose(1, 2), sinusoid_TK[:, None]
     sine_T1R, cosine_T1R = sinusoid_T1K[..., 0::2], sinusoid_T1K[..., 1::2]
-    if torch.compiler.is_compiling():  # it has no complex numbers, but makes one kernel of all this
-        even_BTHR, odd_BTHR = vector_BTHK[..., 0::2], vector_BTHK[..., 1::2]
-        turned = (even_BTHR * cosine_T1R - odd_BTHR * sine_T1R, odd_BTHR * cosine_T1R + even_BTHR * sine_T1R)
-        return torch.stack(turned, -1).flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
     wide = torch.promote_types(vector_BHTK.dtype, sine_T1R.dtype)
     # A copy in any case: complex numbers begin at even places only.
     copied_BTHK = vector_BTHK.to(wide, copy=True, memory_format=torch.contiguous_format)

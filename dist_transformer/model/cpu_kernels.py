@@ -39,7 +39,7 @@ class Linear(nn.Linear):
         has_faster_products(self.weight)  # its test product runs now, and not in a step whose work is counted
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not has_faster_products(input) or torch.is_autocast_enabled("cpu"):
+        if not has_faster_products(input) or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return,no-untyped-call]
 

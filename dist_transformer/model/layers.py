@@ -31,7 +31,7 @@ class Dropout(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training and self.probability):
             return input
-        if input.is_cpu and not torch.compiler.is_compiling():
+        if input.is_cpu:
             return cpu_kernels.dropout(input, self.probability)
         return F.dropout(input, self.probability)
 

@@ -50,6 +50,9 @@ class PluginTransformer(Transformer):
         """Rounds all weights: which of them are layers is not known."""
         self.network.to(dtype)
 
+    def is_padded(self, shapes: Shapes, on_gpu: bool) -> bool:
+        return True
+
     def in_order_of_use(self) -> list[nn.Module]:
         return [self.network]
 
@@ -78,9 +81,6 @@ class PluginTransformer(Transformer):
         shapes: Shapes | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
-        if shapes is not None:  # of one batch, on GPUs
-            ((rows, source_length, target_length, *_),) = shapes
-            source_BS, target_in_BT = source_BS.view(rows, source_length), target_in_BT.view(rows, target_length)
         logits_NV, target_N = self(source_BS, target_in_BT).flatten(0, 1).float(), target_out_BT.flatten()
         about: dict[str, Any] = {"ignore_index": self.pad_id, "reduction": "sum"}
         loss = F.cross_entropy(logits_NV, target_N, label_smoothing=label_smoothing, **about)

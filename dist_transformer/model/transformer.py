@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.model import gpu_kernels
 from dist_transformer.model.attention import CrossAttention, Joined, Places, SelfAttention
 from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.layers import (
@@ -126,14 +127,11 @@ class Transformer(nn.Module):
             part.to(dtype)
         self._layers_dtype = dtype
 
-    def compile_layers(self) -> None:
-        """Compiles the layers with torch's compiler: one graph for layers of a kind, for all lengths. It
-        is made in the first pass, for the precision and device of that pass."""
-        torch.fx.experimental._config.use_duck_shape = False  # lengths are equal by chance only
-        for layer in (*self.encoder_layers, *self.decoder_layers):
-            if (positions := layer.self_attention.rotary_positions) is not None:
-                positions(0, 1, self.source_embedding.weight)  # a table made within a graph would need another graph
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+    def is_padded(self, shapes: Shapes, on_gpu: bool) -> bool:
+        """True if a batch is computed with its padding: alone, and on GPUs a small one."""
+        rows, source, target, *_ = shapes[0]
+        elements = rows * (source + target) * self.source_embedding.embedding_dim
+        return len(shapes) == 1 and not (on_gpu and elements >= gpu_kernels.LEAST_ELEMENTS)
 
     @property
     def output_weight(self) -> Tensor:
@@ -256,7 +254,7 @@ class Transformer(nn.Module):
         memory_1MD = self.encoder_norm(memory_1MD)
         for layer in self.decoder_layers:
             hidden_1ND = self._layer(layer, of_target, hidden_1ND, memory_1MD, None, (of_source, of_target))
-        return self.decoder_norm(hidden_1ND)[0], target_out[of_target.real_N]
+        return self.decoder_norm(hidden_1ND).squeeze(0), target_out[of_target.real_N]
 
     def _joined(self, tokens: Tensor, shapes: Sequence[tuple[int, int, int]]) -> tuple[Joined, tuple[int, Tensor]]:
         """Returns a side of batches, of which `shapes` are rows, length and number of tokens, and the places for `_embed`."""
@@ -317,11 +315,10 @@ class Transformer(nn.Module):
         """Returns what is added to the scores of attention to the source (B, 1, 1, S): -inf at padding, else 0.
 
         From a boolean mask the kernels would compute it again in every layer. Rows begin at multiples of 8 elements, else
-        CUDA's memory-efficient kernel would copy it in every layer (`pad_bias` of torch's attention.cpp), and never follow
-        one another without a gap: a compiled layer would need another graph for that.
+        CUDA's memory-efficient kernel would copy it in every layer (`pad_bias` of torch's attention.cpp).
         """
         rows, length = source_BS.shape
-        padded_B11S = torch.zeros(rows, 1, 1, (length // 8 + 1) * 8, dtype=self._dtype, device=source_BS.device)
+        padded_B11S = torch.zeros(rows, 1, 1, -(-length // 8) * 8, dtype=self._dtype, device=source_BS.device)
         return padded_B11S[..., :length].masked_fill_((source_BS == self.pad_id)[:, None, None], float("-inf"))
 
     def _decoder_layers(self) -> list[DecoderLayer]:

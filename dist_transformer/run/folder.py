@@ -75,7 +75,7 @@ class RunDir:
     divergence = _At("divergence.json")
     """The divergences of training, each with its step, its cause and the reaction of the run."""
     compiled = _At("compiled")
-    """Kernels of `training.compile_layers`, which a later start finds again; torch's compiler names its files."""
+    """Kernels for GPUs, which a later start finds again; Triton names its files."""
     profile = _At("profile")
     """Results of `train --profile`: a table and a trace of each rank."""
     evaluation = _At("evaluation")

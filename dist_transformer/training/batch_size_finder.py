@@ -13,20 +13,22 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.config.model_size import has_bf16_layers, lanes_of_pass
 from dist_transformer.config.schema import TrainingConfig
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.planning.activations import Shape, unequal_sides
 from dist_transformer.planning.memory import AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.engine.objective import Objective, inputs_of
 from dist_transformer.training.memory import (
     Allowance,
     allowance,
@@ -80,7 +82,7 @@ def dry_run(
         doing = f"the dry run of the largest micro-batch, {shape}"
         progress(doing)
         with explaining_out_of_memory(doing, ranks.device):
-            loss, _ = engine(*_tokens(shape, token_id, ranks.device))
+            loss, _ = engine(*_inputs(shape, token_id, ranks.device))
             # Zero times a number is zero; zero times infinity would be in every gradient of the first step.
             if ranks.all_reduce_sum(torch.isfinite(loss.detach()).cpu().long()) == ranks.num_ranks:
                 engine.backward(loss * 0.0, 1)
@@ -123,12 +125,7 @@ def find_max_tokens(
         nonlocal probe
         shapes = largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once)
         try:
-            is_first = probe is None
             probe = probe or _Probe(module, ranks.device, training)
-            if training.compile_layers:  # at some sizes anew: takes seconds, and memory at first
-                probe.measure(shapes, progress)
-            if is_first:
-                probe.begin()
             return probe.measure(shapes, progress)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -232,14 +229,8 @@ class _Probe:
             self._module.round_layers()
         for parameter in self._module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        if training.compile_layers:
-            self._module.compile_layers()
-        self._before = 0
-
-    def begin(self) -> None:
-        """Begins to measure; what is in memory now is not counted."""
-        give_back(self._device)
-        self._before = begin_peak(self._device)
+        give_back(device)
+        self._before = begin_peak(device)
 
     def measure(self, shapes: Sequence[Shape], progress: Callable[[], None]) -> tuple[int, float]:
         """Returns (bytes above the module and its gradients, seconds of the slowest pass)."""
@@ -247,7 +238,7 @@ class _Probe:
         for shape in shapes:
             progress()
             started = time.monotonic()
-            loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
+            loss, _ = self._module(*_inputs(shape, self._token_id, self._device))
             loss.backward()
             del loss
             most = peak(self._device)  # waits for the GPU
@@ -255,8 +246,8 @@ class _Probe:
         return max(0, most - self._before), slowest
 
 
-def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (source, target in, target out) without padding, so that every position is part of the loss."""
-    source = torch.full((shape.rows, shape.source_length), token_id, device=device)
-    target = torch.full((shape.rows, shape.target_length), token_id, device=device)
-    return source, target, target
+def _inputs(shape: Shape, token_id: int, device: torch.device) -> Any:
+    """Returns those of an `Objective` for a micro-batch without padding, so that every position is part of the loss."""
+    source, target = (torch.full((shape.rows, n), token_id) for n in (shape.source_length, shape.target_length))
+    size = BatchShape(*shape, shape.rows, source.numel(), target.numel())
+    return inputs_of([MicroBatch(-1, size, source, target, target, torch.zeros(0))], device)

@@ -67,8 +67,7 @@ def train(run: Run) -> tuple[bool, int]:
         True if the run has finished, False if it was stopped; and the last step.
     """
     checkpoint = run_on_rank_zero(run.ranks, lambda: _newest(run), run.doing("checking the checkpoints"))
-    if run.training.compile_layers:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.run_dir.compiled))  # read by torch's compiler
+    os.environ.setdefault("TRITON_CACHE_DIR", str(run.run_dir.compiled))  # on GPUs
     run = settle_config(run, checkpoint)
     objective = _initial_objective(run)
     origin = _load_initial_weights(run, objective, checkpoint)
@@ -171,9 +170,6 @@ def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
 def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
     """Builds the engine with the state of the checkpoint (collective)."""
     run.watchdog.progress("building the engine")
-    is_joined = lanes_of_pass(run.config.data.lanes, run.training, run.ranks.num_ranks) > 1
-    if run.training.compile_layers and is_joined and run.ranks.rank == 0:
-        log.warning("compile    each number of lanes in a pass is compiled anew: better training.lanes_per_pass=1")
     with explaining_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:

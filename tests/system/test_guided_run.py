@@ -57,9 +57,3 @@ def test_guided_alignment_learns_from_text_as_it_is_tokenized_and_modified_in_tr
     resumed = train_small("guided-modified-resumed", *settings, ranks=2)
     assert (resumed / "lexicon.npz").read_bytes() == (modified / "lexicon.npz").read_bytes()
     assert [r["loss"] for r in records(resumed)] == pytest.approx([r["loss"] for r in records(modified)], rel=1e-5)
-
-
-def test_what_guided_alignment_cannot_do_is_refused(command):
-    settings = ("training.guided_alignment=0.5", "training.compile_layers=true")
-    said = command("config", "check", "small.yaml", *settings, code=2)
-    assert "it needs training.compile_layers: false" in said

@@ -1,18 +1,15 @@
-"""The lanes of a rank computed together, and layers that are compiled: the same training."""
+"""The lanes of a rank computed together: the same training."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from cxx_compiler import needs_compiler
 from running import records
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
 NO_DROPOUT = "model.dropout=0"
-IN_ONE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Without processes of torch's compiler, which take longer to start than these kernels to compile."""
 
 
 def assert_same_training(run: Path, other: Path, tolerance: float) -> None:
@@ -48,23 +45,3 @@ def test_a_run_with_joined_lanes_that_is_stopped_and_resumed_ends_with_the_same_
     weights = [load_file(next(iter(sorted(run.glob("checkpoints/step_*6/state_*"))))) for run in (whole, resumed)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-@needs_compiler
-def test_a_run_with_compiled_layers_trains_to_the_same_losses_and_finds_its_kernels_again(train_small, plain):
-    settings = (NO_DROPOUT, "training.compile_layers=true")
-    compiled = train_small("compiled", *settings, "training.max_steps=4", **IN_ONE_PROCESS)
-    kernels = set((compiled / "compiled").rglob("*.so"))
-    assert kernels
-    train_small("compiled", *settings, **IN_ONE_PROCESS)
-    assert_same_training(compiled, plain, 1e-4)
-    assert set((compiled / "compiled").rglob("*.so")) == kernels
-
-
-def test_compiled_layers_without_a_compiler_are_refused_with_what_is_missing(command, tmp_path):
-    settings = ("run.name=no-compiler", "training.compile_layers=true")
-    said = command("train", "small.yaml", *settings, code=2, PATH=str(tmp_path), CXX="g++-of-nowhere")
-    assert "training.compile_layers: true needs a C++ compiler" in said
-    assert "Traceback" not in said
-    said = command("config", "check", "small.yaml", *settings, "training.zero_stage=3", code=2)
-    assert "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3" in said

@@ -105,7 +105,7 @@ def test_config_check_neither_executes_a_plugin_nor_imports_torch(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "override", ["training.compile_layers=true", "training.init_from=elsewhere", "data.max_tokens=auto"]
+    "override", ["training.activation_checkpointing=true", "training.init_from=elsewhere", "data.max_tokens=auto"]
 )
 def test_settings_of_our_own_network_are_refused_beside_a_plugin(tmp_path: Path, file: Path, override: str):
     from config_problems import one_problem_of

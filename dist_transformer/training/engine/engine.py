@@ -67,7 +67,7 @@ class Engine:
     """
 
     def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
-        """Raises `UserError` if a pattern of `freeze` names no parameter, or `compile_layers` finds no compiler."""
+        """Raises `UserError` if a pattern of `freeze` names no parameter."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             deepspeed_patches.prepare_cpu(deepspeed)
@@ -100,8 +100,6 @@ class Engine:
                 config=deepspeed_config(training, ranks, module, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW),
                 dist_init_required=False,
             )
-        if training.compile_layers:
-            module.compile_layers()
         for piece in self._pieces() if exact else []:
             piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
         optimizers.make_state(self._optimizer(), self._masters(), self._ema_decay is not None)

@@ -1,15 +1,11 @@
 """The training objective: the model with its loss, in the precision of the run."""
 
-import os
-import platform
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from dist_transformer.errors import UserError
-from dist_transformer.model.gpu_kernels import lacking_for
 from dist_transformer.model.transformer import Shapes, Transformer
 
 if TYPE_CHECKING:  # at run time it would import pyarrow, whose threads forbid to fork ranks (forked_ranks.py)
@@ -38,15 +34,6 @@ class Objective(nn.Module):
         self.model.round_layers(torch.bfloat16)
         self._autocast = False
 
-    def compile_layers(self) -> None:
-        """Compiles the layers with torch's compiler. UserError: it, or Triton on GPUs, lacks a C++ compiler or Python.h."""
-        if lacking := lacking_for([os.environ.get("CXX", "g++"), "clang++", "c++"]):
-            raise UserError(
-                f"training.compile_layers: true needs a C++ compiler and Python's headers on {platform.node()}, but {lacking}: "
-                "install them (Debian: apt install g++ python3-dev), load a module in slurm.setup, or set it to false"
-            )
-        self.model.compile_layers()
-
     def forward(
         self,
         source_BS: Tensor,
@@ -63,10 +50,13 @@ class Objective(nn.Module):
         then without gradients.
         """
         sides = source_BS, target_in_BT, target_out_BT
+        if shapes is not None and self.model.is_padded(shapes, source_BS.is_cuda):
+            ((rows, source, target, _, _),), shapes = shapes, None
+            sides = source_BS.view(rows, source), target_in_BT.view(rows, target), target_out_BT.view(rows, target)
         with self.autocast(source_BS.device):
             loss, *others = self.model.loss(*sides, self._label_smoothing, num_targets, shapes, counts_hits)
             if self.second_loss is not None and torch.is_grad_enabled() and not counts_hits:
-                loss = loss + self.second_loss(source_BS, target_out_BT, shapes)
+                loss = loss + self.second_loss(sides[0], sides[2], shapes)
             return loss, *others
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -83,8 +73,6 @@ def inputs_of(batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Te
     flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
     parts = torch.split(flat, [sum(tokens.numel() for tokens in side) for side in sides])
     num_targets = sum(batch.shape.target_tokens for batch in batches)
-    if len(batches) == 1 and device.type == "cpu":
-        return *(part.view_as(side[0]) for part, side in zip(parts, sides, strict=True)), num_targets, None
     tokens = [(max(1, batch.shape.source_tokens), max(1, batch.shape.target_tokens)) for batch in batches]
     sizes = [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
     return *parts, num_targets, [(*size, *numbers) for size, numbers in zip(sizes, tokens, strict=True)]

@@ -157,7 +157,6 @@ def test_fp32_cannot_be_switched_to_bf16_but_a_run_that_has_been_may_say_so(path
         ("offload=optimizer", "training.offload: none, got optimizer"),
         ("communication_dtype=bf16", "training.communication_dtype: auto or fp32, got bf16"),
         ("lanes_per_pass=2", "training.lanes_per_pass: 1, got 2"),
-        ("compile_layers=true", "training.compile_layers: false, got true"),
     ],
 )
 def test_same_bits_cannot_be_had_with_what_depends_on_the_layout(path, other, said):

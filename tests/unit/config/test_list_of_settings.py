@@ -35,7 +35,7 @@ tokenizer.character_coverage tokenizer.normalization tokenizer.sampling tokenize
 tokenizer.source_model tokenizer.target_model
 tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled tracking.experiment
 tracking.register_as tracking.uri training.activation_checkpointing
-training.audit_share training.communication_dtype training.compile_layers training.ema_decay training.freeze
+training.audit_share training.communication_dtype training.ema_decay training.freeze
 training.gradient_clip_norm training.guided_alignment training.hang_seconds training.init_from
 training.init_partially
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs

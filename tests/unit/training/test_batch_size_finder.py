@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,11 +93,14 @@ class FakeEngine:
     def train(self):
         self.objective.train()
 
-    def __call__(self, source, target_in, target_out):
-        assert target_in.shape == target_out.shape
-        assert int((torch.cat([source.flatten(), target_out.flatten()]) == 0).sum()) == 0
-        self.shapes.append(Shape(len(source), source.shape[1], target_in.shape[1]))
-        return self.objective(source, target_in, target_out)
+    def __call__(self, source, target_in, target_out, num_targets, shapes):
+        ((rows, source_length, target_length, *tokens),) = shapes
+        assert tokens == [rows * source_length, rows * target_length] == [len(source), num_targets]
+        assert len(target_in) == len(target_out) == num_targets
+        assert source.all()
+        assert target_out.all()
+        self.shapes.append(Shape(rows, source_length, target_length))
+        return self.objective(source, target_in, target_out, num_targets, shapes)
 
     def backward(self, loss, tokens):
         (loss / tokens).backward()
@@ -247,44 +249,6 @@ def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_f
     assert gradients_of(objective) == {}
     assert all(torch.equal(value, before[name]) for name, value in objective.state_dict().items())
     assert pickle.dumps(found) == pickle.dumps(int(found))  # a plain number: it goes into JSON
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_the_search_measures_layers_that_are_compiled_if_those_of_training_are(ranks, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(Objective, "compile_layers", lambda objective: compiled.append(objective))
-    objective, training = objective_of(), TrainingConfig(precision="fp32", compile_layers=True)
-    find_max_tokens(objective, 0, data_of("auto", 16), ranks, training)
-    (one,) = compiled
-    assert one is not objective  # that one is compiled when it is in the engine's precision
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_the_search_leaves_out_the_seconds_and_the_memory_that_compiling_takes(ranks, monkeypatch, caplog):
-    clock, held, most, graphs = [0.0], [0], [0], set()
-
-    def compile_layers(objective):
-        def forward(source, *_):
-            is_large = source.numel() > 100  # on CPUs kernels are compiled anew above a number of positions
-            if (graph := (is_large, min(len(source), 2))) not in graphs:  # one for a single row, one for more
-                graphs.add(graph)
-                clock[0] += 2 * SLOW_SECONDS
-                held[0] += 0 if is_large else 10**9
-            most[0] = held[0] + 100_000 * source.numel()
-            return next(objective.parameters()).sum(), None
-
-        objective.forward = forward
-
-    monkeypatch.setattr(Objective, "compile_layers", compile_layers)
-    monkeypatch.setattr(batch_size_finder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(batch_size_finder, "begin_peak", lambda device: held[0])
-    monkeypatch.setattr(batch_size_finder, "peak", lambda device: most[0])
-    objective, training = objective_of(), TrainingConfig(precision="fp32", compile_layers=True)
-    caplog.set_level("INFO", "dist_transformer")
-    found = find_max_tokens(objective, 0, data_of("auto", 16), ranks, training)
-    assert graphs == {(False, 1), (False, 2), (True, 2)}
-    assert found > 32
-    assert "larger ones take more than" not in caplog.text
 
 
 def failing_above(most_tokens, error):

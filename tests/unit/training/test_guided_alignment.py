@@ -117,7 +117,8 @@ def test_activation_checkpointing_which_computes_the_layer_again_holds_nothing_o
 def test_batches_of_one_pass_have_the_loss_that_they_have_alone(batches):
     objective, plain = guided(lexicon_of(batches)), guided(lexicon_of(batches), weight=0.0)
     alone = sum(objective(*batch)[0] for batch in batches[:3])
-    shapes = [(len(source), source.shape[1], target.shape[1]) for source, _, target in batches[:3]]
+    numbers = [(int((source != 0).sum()), int((target != 0).sum())) for source, _, target in batches[:3]]
+    shapes = [(*s.shape, t.shape[1], *each) for (s, _, t), each in zip(batches[:3], numbers, strict=True)]
     together = [torch.cat([side.flatten() for side in sides]) for sides in zip(*batches[:3], strict=True)]
     joined, _ = objective(*together, shapes=shapes)
     torch.testing.assert_close(joined, alone, rtol=1e-5, atol=0)

@@ -1,0 +1,144 @@
+"""The kernels for GPUs compute what torch does, here in Triton's interpreter, which runs the same code on a CPU."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from test_joined_batches import batches_of, gradients, one_after_another, shapes_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dist_transformer.model import gpu_kernels, loss
+from dist_transformer.model.transformer import Transformer
+
+TRITON = Path(sys.prefix) / "triton"
+"""Installed by the Makefile, not beside torch and DeepSpeed: each start of a rank would import it."""
+ERROR = {torch.float16: 1e-3, torch.float32: 1e-6}
+"""Of a result relative to fp64: the rounding of its type."""
+dtypes = pytest.mark.parametrize("dtype", ERROR)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ModuleType]:
+    """Triton's kernels, interpreted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.syspath_prepend(str(TRITON))
+        yield importlib.import_module("dist_transformer.model.triton_kernels")
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.endswith(".triton_kernels")]:
+        del sys.modules[name]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: list[Tensor], heads: int, is_causal: bool) -> Tensor:
+    rows = []
+    for a, b, c, d in zip(starts[0], starts[0][1:], starts[1], starts[1][1:], strict=False):
+        of_row = [part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in (q[a:b], k[c:d], v[c:d])]
+        rows.append(F.scaled_dot_product_attention(*of_row, is_causal=is_causal).transpose(0, 1).flatten(1))
+    return torch.cat(rows)
+
+
+@dtypes
+@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.usefixtures("interpreter")
+def test_attention_of_rows_end_to_end_is_that_of_each_row(
+    dtype: torch.dtype, blocks: tuple[int, int], is_causal: bool
+) -> None:
+    queries = [5, 1, 17, blocks[0]] if not is_causal else [5, 1, 17, 32]
+    keys, heads, width = (queries if is_causal else [3, 20, 1, blocks[1]]), 2, 32
+    given = [torch.randn(sum(queries), 3 * width if is_causal else width)]
+    given += [] if is_causal else [torch.randn(sum(keys), 2 * width)]
+    ours = [each.to(dtype).requires_grad_() for each in given]
+    exact = [each.detach().double().requires_grad_() for each in ours]
+    starts, others = [starts_of(queries), starts_of(keys)], [None] * is_causal
+    found = gpu_kernels.attend_rows(*ours, *others, *starts, heads, blocks, is_causal)
+    expected = attend_one_by_one(*gpu_kernels.parts_of(*exact, *others), starts, heads, is_causal)
+    gradient = torch.randn(expected.shape).to(dtype)
+    found_gradients = torch.autograd.grad(found, ours, gradient)
+    expected_gradients = torch.autograd.grad(expected, exact, gradient.double())
+    assert distance(found, expected) < ERROR[dtype]
+    for one, other in zip(found_gradients, expected_gradients, strict=True):
+        assert distance(one, other) < ERROR[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("alpha", [1.0, 0.7])
+@pytest.mark.usefixtures("interpreter")
+def test_sum_and_norm_are_torchs(
+    dtype: torch.dtype, norm: Callable[..., nn.Module], alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "NORM_PROGRAMS", 4)  # several tokens in each
+    ours, exact = norm(24, eps=1e-5).to(dtype), norm(24, eps=1e-5).double()
+    for parameter, other in zip(ours.parameters(), exact.parameters(), strict=True):
+        other.data.copy_(parameter.data.normal_())
+    x, y = (torch.randn(1, 11, 24).to(dtype).requires_grad_() for _ in range(2))
+    wide_x, wide_y = (each.detach().double().requires_grad_() for each in (x, y))
+    found, expected = gpu_kernels.add_and_norm(x, y, ours, alpha), exact(alpha * wide_x + wide_y)
+    gradient = torch.randn(found.shape).to(dtype)
+    found_gradients = torch.autograd.grad(found, [x, y, *ours.parameters()], gradient)
+    expected_gradients = torch.autograd.grad(expected, [wide_x, wide_y, *exact.parameters()], gradient.double())
+    for one, other in zip((found, *found_gradients), (expected, *expected_gradients), strict=True):
+        assert distance(one, other) < ERROR[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("pieces", [37, 5000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.usefixtures("interpreter")
+def test_the_gradient_of_logits_is_that_in_place(dtype: torch.dtype, pieces: int, smoothing: float) -> None:
+    logits, target, mean_logit = 5 * torch.randn(7, pieces), torch.randint(4, pieces, (7,)), torch.randn(7)
+    if not smoothing:
+        logits[:, 3] = -torch.inf  # a piece may be impossible
+    about = target, mean_logit, smoothing, 4096.0, dtype
+    found, expected = gpu_kernels.gradient_of_logits(logits, *about), loss._in_place(logits.clone(), *about)
+    for one, other in zip(found, expected, strict=True):
+        assert distance(one, other.double()) < ERROR[dtype]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_the_model_has_the_same_gradients_with_the_kernels(
+    make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batches = make_model(d_model=32, num_heads=2).train(), batches_of([(3, 5, 7), (1, 9, 2)])
+    given = *one_after_another(batches), 0.1, None, shapes_of(batches)
+    expected_loss, _ = model.loss(*given)
+    expected = gradients(model, expected_loss)
+    used = []
+    for name in ("can_attend", "can_norm"):
+        monkeypatch.setattr(gpu_kernels, name, lambda *_, name=name: used.append(name) or True)
+    found, _ = model.loss(*given)
+    assert set(used) == {"can_attend", "can_norm"}
+    torch.testing.assert_close(found, expected_loss)
+    torch.testing.assert_close(gradients(model, found), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    gpu_kernels.has_kernels.cache_clear()
+    assert not gpu_kernels.has_kernels()
+    assert "Triton needs a C compiler and Python's headers" in caplog.text
+    gpu_kernels.has_kernels.cache_clear()
+
+
+def test_on_gpus_a_batch_that_is_large_enough_is_computed_without_padding(
+    make_model: Callable[..., Transformer],
+) -> None:
+    model = make_model()
+    rows = gpu_kernels.LEAST_ELEMENTS // (2 * 8 * model.source_embedding.embedding_dim)
+    large, small = [(rows, 8, 8, rows, rows)], [(rows - 1, 8, 8, rows, rows)]
+    assert not model.is_padded(large, on_gpu=True)
+    assert model.is_padded(small, on_gpu=True)
+    assert model.is_padded(large, on_gpu=False)
+    assert not model.is_padded(small * 2, on_gpu=False)
