@@ -58,6 +58,7 @@ def accept(
     """Takes the parts one after another, until the deadline by the monotonic clock, and writes all results after each; True
     if none failed."""
     parts = [
+        Part("Kernels", 60, _kernels),
         Part("Stages, precisions and options", 240, _matrix),
         *(Part(f"Save, kill, resume in {p}", 90, lambda f, s, p=p: _resume(f, s, p)) for p in precisions),  # type: ignore[misc]
         Part("Preflight and plan", 90, _preflight),
@@ -94,6 +95,12 @@ def run(command: Sequence[object], folder: Path, seconds: float, **variables: st
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
         raise Failed(f"`{' '.join(map(str, command))}` ended with {done.returncode}:\n\n```\n{last}\n```")
     return done.stdout
+
+
+def _kernels(folder: Path, seconds: float) -> str:
+    tests = [sys.executable, "-m", "pytest", "-q", TESTS / "unit" / "model" / "test_gpu_kernels.py"]
+    said = run(tests, folder, seconds, DIST_TRANSFORMER_TEST_GPUS=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    return f"{said.strip().splitlines()[-1]}, against torch in fp64."
 
 
 def _matrix(folder: Path, seconds: float) -> str:

@@ -57,24 +57,22 @@ from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective, inputs_of
 from dist_transformer.training.train_state import dropout_seed, seed_dropout
 
-Forward = Callable[[Callable[..., Any], Sequence[MicroBatch], torch.device], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[[Engine, Sequence[MicroBatch], torch.device], tuple[torch.Tensor, torch.Tensor]]
 """Takes engine, micro-batches and device; returns loss and negative log-likelihood."""
 CASE = "--as-case"
 AS_TRAINED = "as trained"
 MORE_TOKENS = "3 times the tokens in a micro-batch"
 MOST_TOKENS = "6 times the tokens in a micro-batch"
-MOST_COMPILED = "6 times the tokens in a micro-batch, compiled"
-COMPILED = "compiled (torch.compile, dynamic shapes)"
 APART = "3 lanes a step, one by one"
 JOINED = "3 lanes a step, in one pass"
 STAGE_0 = "ZeRO 0"
 PADDED = "6 times the tokens in a micro-batch, with padding"
 OTHERS = "6 times the tokens in a micro-batch, torch's kernels alone"
-LEVERS = (MOST_TOKENS, PADDED, OTHERS, MOST_COMPILED, MORE_TOKENS, COMPILED, APART, JOINED, STAGE_0)
+LEVERS = (MOST_TOKENS, PADDED, OTHERS, MORE_TOKENS, APART, JOINED, STAGE_0)
 LEVERS_PRECISION = "bf16"
 AT_ONCE = 3
 """Lanes of APART and JOINED."""
-TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, PADDED, OTHERS, MOST_COMPILED), 6)}
+TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, PADDED, OTHERS), 6)}
 GOALS = {"big": (230_000, 345_000), "base": (450_000, 650_000)}
 """Goals in real target tokens per second on one H200."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
@@ -244,10 +242,7 @@ def _engine(case: Case, ranks: Ranks) -> Engine:
 
 def _training(case: Case) -> TrainingConfig:
     stage, at_once = 0 if case.lever == STAGE_0 else 1, AT_ONCE if case.lever == JOINED else 1
-    is_compiled = case.lever in (COMPILED, MOST_COMPILED)
-    return TrainingConfig(
-        precision=case.precision, zero_stage=stage, lanes_per_pass=at_once, compile_layers=is_compiled
-    )
+    return TrainingConfig(precision=case.precision, zero_stage=stage, lanes_per_pass=at_once)
 
 
 def _steps(case: Case) -> list[list[MicroBatch]]:
@@ -263,12 +258,10 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
 def _forward(case: Case) -> Forward:
     """Returns what computes a forward pass; with padding if the lever says so."""
 
-    def forward(engine: Callable[..., Any], batches: Sequence[MicroBatch], device: torch.device) -> Any:
+    def forward(engine: Engine, batches: Sequence[MicroBatch], device: torch.device) -> Any:
         inputs = inputs_of(batches, device)
-        if case.lever == PADDED and len(inputs) == 5:
-            (batch,) = batches
-            sides = batch.source_BS, batch.target_in_BT, batch.target_out_BT
-            inputs = *(part.view_as(side) for part, side in zip(inputs[:3], sides, strict=True)), inputs[3], None  # type: ignore[union-attr]
+        if case.lever == PADDED:
+            engine._engine.module.model.is_padded = lambda *_: True
         return engine(*inputs)
 
     return forward

@@ -14,7 +14,12 @@ case "${1:-}" in
   torch)
     # PyPI's torch is the CUDA build, with its CUDA libraries; the driver is the host's.
     case "${2:-}" in
-      cuda) "${install[@]}" torch ;;
+      cuda)
+        "${install[@]}" torch
+        # Triton compiles what starts the kernels for GPUs.
+        apt-get update --quiet
+        apt-get install --yes --quiet --no-install-recommends gcc libc6-dev
+        rm -rf /var/lib/apt/lists/* ;;
       cpu) "${install[@]}" --extra-index-url https://download.pytorch.org/whl/cpu torch ;;
       *) echo "expected the variant cuda or cpu; got '${2:-}'" >&2; exit 2 ;;
     esac ;;

@@ -31,7 +31,7 @@ ASSUMPTIONS = {"filled_share": FILLED_SHARE, "mean_sentence_tokens": MEAN_TOKENS
 
 CHECKED = (
     "computed: all in the tables; memory was checked with real steps on CPUs and one H200 (within a tenth), "
-    "times were not: one H200 trained `big` in bf16 1.7 to 1.9 times as fast. "
+    "times were not: one H200 trained `big` in bf16 1.7 to 2.4 times as fast. "
     "The start of kernels is not counted: the smaller the model, the more a step takes beyond this"
 )
 

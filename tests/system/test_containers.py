@@ -80,13 +80,16 @@ def test_the_docker_image_does_not_run_as_root():
 
 @pytest.fixture
 def steps(tmp_path):
-    """Runs a step of install.sh with a `python3` that records what pip is asked for, and what it reads."""
+    """Runs a step of install.sh with a `python3` that records what pip is asked for, and what it reads, and without apt."""
     recorder = tmp_path / "bin" / "python3"
     recorder.parent.mkdir()
     recorder.write_text(
         f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
         f'printf "%s\\n" "$@" > {tmp_path}/asked\ncat > {tmp_path}/requirements.txt\n'
     )
+    for name in ("apt-get", "rm"):
+        (recorder.parent / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/changed\n')
+        (recorder.parent / name).chmod(0o755)
     recorder.chmod(0o755)
 
     def run(*arguments):
@@ -101,13 +104,15 @@ def steps(tmp_path):
 
 
 @pytest.mark.parametrize(("variant", "from_pytorch"), [("cuda", False), ("cpu", True)])
-def test_each_variant_installs_its_build_of_torch_at_the_known_version(steps, variant, from_pytorch):
+def test_each_variant_installs_its_build_of_torch_at_the_known_version(steps, variant, from_pytorch, tmp_path):
     process, asked = steps("torch", variant)
     assert process.returncode == 0, process.stderr
     assert asked[:3] == ["-m", "pip", "install"]
     assert asked[-1] == "torch"
     assert asked[asked.index("--constraint") + 1] == "constraints.txt"
     assert ("https://download.pytorch.org/whl/cpu" in asked) == from_pytorch
+    changed = tmp_path / "changed"
+    assert ("gcc" in (changed.read_text() if changed.exists() else "")) != from_pytorch  # Triton's
 
 
 def test_the_dependencies_are_those_of_the_project(steps, tmp_path):

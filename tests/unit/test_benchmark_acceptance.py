@@ -40,6 +40,7 @@ def test_a_part_that_fails_is_written_down_and_the_others_go_on(
     def late(folder: Path, seconds: float) -> str:
         return acceptance.run([sys.executable, "-c", "import time; time.sleep(60)"], folder, 0.2)
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(acceptance, "_matrix", lambda folder, seconds: "| a table |")
     monkeypatch.setattr(acceptance, "_resume", lost)
     monkeypatch.setattr(acceptance, "_preflight", late)
@@ -47,6 +48,7 @@ def test_a_part_that_fails_is_written_down_and_the_others_go_on(
     assert not acceptance.accept(tmp_path, ["bf16"], throughput, written.append, time.monotonic() + 600)
     headings = [line.rsplit(",", 1)[0] for line in written[-1].splitlines() if line.startswith("## ")]
     assert headings == [
+        "## Kernels: passed",
         "## Stages, precisions and options: passed",
         "## Save, kill, resume in bf16: failed",
         "## Preflight and plan: failed",

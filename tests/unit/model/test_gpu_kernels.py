@@ -1,4 +1,5 @@
-"""The kernels for GPUs compute what torch does, here in Triton's interpreter, which runs the same code on a CPU."""
+"""The kernels for GPUs compute what torch does, in Triton's interpreter, which runs the same code on a CPU; or on the GPU that
+DIST_TRANSFORMER_TEST_GPUS names, as `benchmarks/gpu.py --acceptance` does."""
 
 import importlib
 import sys
@@ -17,17 +18,19 @@ from dist_transformer.model.transformer import Transformer
 
 TRITON = Path(sys.prefix) / "triton"
 """Installed by the Makefile, not beside torch and DeepSpeed: each start of a rank would import it."""
-ERROR = {torch.float16: 1e-3, torch.float32: 1e-6}
-"""Of a result relative to fp64: the rounding of its type."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ERROR = {torch.float16: 1e-3, torch.float32: 5e-3 if DEVICE.type == "cuda" else 1e-6}
+"""Of a result relative to fp64: the rounding of its type, in products on GPUs of TF32."""
 dtypes = pytest.mark.parametrize("dtype", ERROR)
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[ModuleType]:
     """Triton's kernels, interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.syspath_prepend(str(TRITON))
+    with pytest.MonkeyPatch.context() as patch, DEVICE:
+        if DEVICE.type == "cpu":
+            patch.setenv("TRITON_INTERPRET", "1")
+            patch.syspath_prepend(str(TRITON))
         yield importlib.import_module("dist_transformer.model.triton_kernels")
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.endswith(".triton_kernels")]:
         del sys.modules[name]
@@ -121,10 +124,12 @@ def test_the_model_has_the_same_gradients_with_the_kernels(
         monkeypatch.setattr(gpu_kernels, name, lambda *_, name=name: used.append(name) or True)
     found, _ = model.loss(*given)
     assert set(used) == {"can_attend", "can_norm"}
-    torch.testing.assert_close(found, expected_loss)
-    torch.testing.assert_close(gradients(model, found), expected, rtol=1e-4, atol=1e-6)
+    for name, gradient in gradients(model, found).items():
+        assert distance(gradient, expected[name]) < 10 * ERROR[torch.float32], name
+    torch.testing.assert_close(found, expected_loss, rtol=ERROR[torch.float32], atol=0)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there they run")
 def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
     gpu_kernels.has_kernels.cache_clear()
     assert not gpu_kernels.has_kernels()
