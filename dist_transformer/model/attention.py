@@ -151,10 +151,12 @@ class SelfAttention(nn.Module):
             return self.output(self._attend(projected_BTP, mask_B11T))  # type: ignore[no-any-return]
         is_plain = self.rotary_positions is None
         if is_plain and gpu_kernels.can_attend(projected_BTP, joined.block, self.widths, self.num_heads):
-            return self.output(_attend_short(projected_BTP, None, joined, joined, self.num_heads, self.is_causal))  # type: ignore[no-any-return]
-        masks = [None] * len(joined.masks) if self.is_causal else joined.masks
-        parts = zip(joined.split(projected_BTP), masks, strict=True)
-        return self.output(joined.join([self._attend(part_BTP, mask) for part_BTP, mask in parts]))  # type: ignore[no-any-return]
+            attended = gpu_kernels.attend_rows(projected_BTP, None, joined, joined, self.num_heads, self.is_causal)
+        else:
+            masks = [None] * len(joined.masks) if self.is_causal else joined.masks
+            parts = zip(joined.split(projected_BTP), masks, strict=True)
+            attended = joined.join([self._attend(part_BTP, mask) for part_BTP, mask in parts])
+        return self.output(attended)  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix in a layer's weight: DeepNorm's `beta` is for values only."""
@@ -225,9 +227,11 @@ class CrossAttention(nn.Module):
         source, target = joined
         queries, memories = self.query(input_BTD), self.key_value(memory_BSD)
         if gpu_kernels.can_attend(queries, max(source.block, target.block), self.widths, self.num_heads):
-            return self.output(_attend_short(queries, memories, source, target, self.num_heads, False))  # type: ignore[no-any-return]
-        parts = zip(target.split(queries), source.split(memories), source.masks, strict=True)
-        return self.output(target.join([self._attend(query, self._keys_values(kv), mask) for query, kv, mask in parts]))  # type: ignore[no-any-return]
+            attended = gpu_kernels.attend_rows(queries, memories, source, target, self.num_heads, False)
+        else:
+            parts = zip(target.split(queries), source.split(memories), source.masks, strict=True)
+            attended = target.join([self._attend(query, self._keys_values(kv), mask) for query, kv, mask in parts])
+        return self.output(attended)  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix, as in `SelfAttention`."""
@@ -265,14 +269,6 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
     if query_BHTK.is_cuda:
         torch.backends.cuda.enable_flash_sdp(query_BHTK.shape[2] > EFFICIENT_UP_TO)
     return F.scaled_dot_product_attention(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal=is_causal)
-
-
-def _attend_short(
-    queries_1NP: Tensor, others_1MP: Tensor | None, keys: Joined, queries: Joined, num_heads: int, is_causal: bool
-) -> Tensor:
-    others = None if others_1MP is None else others_1MP.squeeze(0)
-    about = queries.starts_R, keys.starts_R, num_heads, (queries.block, keys.block), is_causal
-    return gpu_kernels.attend_rows(queries_1NP.squeeze(0), others, *about).unsqueeze(0)
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:

@@ -9,10 +9,13 @@ Axes: N tokens of all rows of queries, M of keys, P projections of all heads, R 
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from dist_transformer.model.attention import Joined
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +61,13 @@ def _launch(name: str, tensors: Sequence[Tensor], strides: Sequence[int], blocks
 class _AttendRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, others: Tensor | None, q_starts: Tensor, k_starts: Tensor, num_heads: int, blocks: Blocks,
+        ctx: Any, queries: Tensor, others: Tensor | None, q_starts: Tensor, k_starts: Tensor, heads: int, blocks: Blocks,
         is_causal: bool,
     ) -> Tensor:  # fmt: skip
         q, k, v = parts_of(queries, others)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ctx.save_for_backward(queries, others, q_starts, k_starts)
-        ctx.about = blocks, (len(q_starts) - 1, num_heads, q.shape[1] // num_heads, is_causal)
+        ctx.about = blocks, (len(q_starts) - 1, heads, q.shape[1] // heads, is_causal)
         _launch("attend", [q, k, v, out, q_starts, k_starts], (q.stride(0), k.stride(0), out.stride(0)), *ctx.about)
         return out
 
@@ -88,19 +91,18 @@ def can_attend(queries_1NP: Tensor, block: int, widths: Sequence[int], num_heads
 
 
 def attend_rows(
-    queries: Tensor, others: Tensor | None, q_starts: Tensor, k_starts: Tensor, num_heads: int, blocks: Blocks,
-    is_causal: bool,
-) -> Tensor:  # fmt: skip
-    """Attention (N, P) of each row of queries to the row of keys and values with its number.
+    queries_1NP: Tensor, others_1MP: Tensor | None, keys: "Joined", queries: "Joined", num_heads: int, is_causal: bool
+) -> Tensor:
+    """Attention (1, N, P) of each row of queries to the row of keys and values with its number.
 
     Args:
-        queries: (N, P); or, if `others` is None, (N, 3 P), with keys and values.
-        others: keys and values, (M, 2 P).
-        q_starts: the first token of each row of queries, then N: (R + 1,); `k_starts`: of keys.
-        blocks: powers of 2 not less than the longest row of queries and of keys.
+        queries_1NP: queries; or, if the others are None, queries, keys and values, (1, N, 3 P).
+        others_1MP: keys and values, (1, M, 2 P).
         is_causal: no query attends to later keys.
     """
-    return _AttendRows.apply(queries, others, q_starts, k_starts, num_heads, blocks, is_causal)  # type: ignore[no-any-return,no-untyped-call]
+    about = queries.starts_R, keys.starts_R, num_heads, (queries.block, keys.block), is_causal
+    others = None if others_1MP is None else others_1MP.squeeze(0)
+    return _AttendRows.apply(queries_1NP.squeeze(0), others, *about).unsqueeze(0)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def can_norm(x: Tensor, y: Tensor, norm: nn.Module) -> bool:

@@ -128,10 +128,11 @@ class Transformer(nn.Module):
         self._layers_dtype = dtype
 
     def is_padded(self, shapes: Shapes, on_gpu: bool) -> bool:
-        """True if a batch is computed with its padding: alone, and on GPUs a small one."""
+        """True if a batch is computed with its padding: alone, and on GPUs a small one, or without kernels of our own."""
         rows, source, target, *_ = shapes[0]
         elements = rows * (source + target) * self.source_embedding.embedding_dim
-        return len(shapes) == 1 and not (on_gpu and elements >= gpu_kernels.LEAST_ELEMENTS)
+        is_large = on_gpu and elements >= gpu_kernels.LEAST_ELEMENTS and gpu_kernels.has_kernels()
+        return len(shapes) == 1 and not is_large
 
     @property
     def output_weight(self) -> Tensor:

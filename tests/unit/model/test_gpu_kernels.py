@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.model import gpu_kernels, loss
+from dist_transformer.model.attention import Joined
 from dist_transformer.model.transformer import Transformer
 
 TRITON = Path(sys.prefix) / "triton"
@@ -66,7 +67,9 @@ def test_attention_of_rows_end_to_end_is_that_of_each_row(
     ours = [each.to(dtype).requires_grad_() for each in given]
     exact = [each.detach().double().requires_grad_() for each in ours]
     starts, others = [starts_of(queries), starts_of(keys)], [None] * is_causal
-    found = gpu_kernels.attend_rows(*ours, *others, *starts, heads, blocks, is_causal)
+    sides = [Joined([], torch.empty(0), starts[i], blocks[i], []) for i in (1, 0)]
+    given = [each if each is None else each[None] for each in (*ours, *others)]
+    found = gpu_kernels.attend_rows(*given, *sides, heads, is_causal)[0]
     expected = attend_one_by_one(*gpu_kernels.parts_of(*exact, *others), starts, heads, is_causal)
     gradient = torch.randn(expected.shape).to(dtype)
     found_gradients = torch.autograd.grad(found, ours, gradient)
@@ -138,12 +141,15 @@ def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(caplog
 
 
 def test_on_gpus_a_batch_that_is_large_enough_is_computed_without_padding(
-    make_model: Callable[..., Transformer],
+    make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
+    monkeypatch.setattr(gpu_kernels, "has_kernels", lambda: True)
     rows = gpu_kernels.LEAST_ELEMENTS // (2 * 8 * model.source_embedding.embedding_dim)
     large, small = [(rows, 8, 8, rows, rows)], [(rows - 1, 8, 8, rows, rows)]
     assert not model.is_padded(large, on_gpu=True)
     assert model.is_padded(small, on_gpu=True)
     assert model.is_padded(large, on_gpu=False)
     assert not model.is_padded(small * 2, on_gpu=False)
+    monkeypatch.setattr(gpu_kernels, "has_kernels", lambda: False)
+    assert model.is_padded(large, on_gpu=True)
