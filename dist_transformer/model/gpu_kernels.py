@@ -35,7 +35,7 @@ def has_kernels() -> bool:
     """True if Triton is installed and one of its kernels runs here; else a warning says why not."""
     try:
         zeros = torch.zeros(1, 16, dtype=torch.float16, device="cuda")
-        add_and_norm(zeros, zeros, nn.LayerNorm(16, device="cuda", dtype=torch.float16), 1.0)
+        add_and_norm(zeros, zeros, nn.LayerNorm(16, device="cuda", dtype=torch.float16))
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  (Triton's, of its compiler, of the cache's disk: training goes on without)
         told = "kernels    torch's alone, which are slower: Triton needs a C compiler and Python's headers: %s: %s"
@@ -105,54 +105,45 @@ def attend_rows(
     return _AttendRows.apply(queries_1NP.squeeze(0), others, *about).unsqueeze(0)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def can_norm(x: Tensor, y: Tensor, norm: nn.Module) -> bool:
-    """True if `add_and_norm` computes these: on CUDA, of one 16-bit type, of a size that is worth it."""
+def can_norm(x: Tensor, y: Tensor, norm: nn.Module, alpha: float) -> bool:
+    """True if `add_and_norm` computes norm(alpha x + y): on CUDA, of one 16-bit type, of a size that is worth it."""
     if not x.is_cuda or x.itemsize != 2 or x.numel() < LEAST_ELEMENTS // 4 or not has_kernels():
         return False
-    is_whole = not hasattr(norm.weight, "ds_id")  # ZeRO 3 gathers it where the module is called
-    return is_whole and x.dtype == y.dtype == norm.weight.dtype and x.is_contiguous() and y.is_contiguous()
+    is_plain = (
+        isinstance(norm, nn.LayerNorm) and alpha == 1 and not hasattr(norm.weight, "ds_id")
+    )  # ZeRO 3 has parts of it
+    return is_plain and x.dtype == y.dtype == norm.weight.dtype and x.is_contiguous() and y.is_contiguous()
 
 
-def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, alpha: float) -> Tensor:
-    """Returns `norm` of alpha x + y, a `LayerNorm` or an `RMSNorm`, computed by one kernel each way."""
-    bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-    return _AddNorm.apply(x, y, norm.weight, bias, alpha, norm.eps)  # type: ignore[no-any-return,no-untyped-call]
+def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+    """Returns the layer norm of x + y, computed by one kernel each way."""
+    return _AddNorm.apply(x, y, norm.weight, norm.bias, norm.eps)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, alpha: float, epsilon: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         from dist_transformer.model import triton_kernels
 
-        size, is_rms, added, out = x.shape[-1], bias is None, torch.empty_like(x), torch.empty_like(x)
+        size, added, out = x.shape[-1], torch.empty_like(x), torch.empty_like(x)
         means_2N = torch.empty(2, x.numel() // size, dtype=torch.float32, device=x.device)
-        about = size, alpha, epsilon, is_rms, _power_of_2(size)
-        tensors = x, y, weight, weight if bias is None else bias, added, out, *means_2N
-        triton_kernels.add_norm[(means_2N.shape[1],)](*tensors, *about, num_warps=4)
+        tensors, block = (x, y, weight, bias, added, out, *means_2N), 1 << (size - 1).bit_length()
+        triton_kernels.add_norm[(means_2N.shape[1],)](*tensors, size, epsilon, block, num_warps=4)
         ctx.save_for_backward(added, weight, means_2N)
-        ctx.about = is_rms, alpha
         return out
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
         from dist_transformer.model import triton_kernels
 
-        (added, weight, means_2N), (is_rms, alpha) = ctx.saved_tensors, ctx.about
-        size, of_added, of_out = added.shape[-1], torch.empty_like(added), of_out.contiguous()
-        num_tokens = means_2N.shape[1]
-        parts_2PD = means_2N.new_empty(1 if is_rms else 2, min(num_tokens, NORM_PROGRAMS), size)
-        about = num_tokens, size, is_rms, _power_of_2(size)
-        tensors = added, of_out, weight, *means_2N, of_added, parts_2PD[0], parts_2PD[-1]
+        added, weight, means_2N = ctx.saved_tensors
+        (num_tokens, size), of_added = (means_2N.shape[1], added.shape[-1]), torch.empty_like(added)
+        parts_2PD = means_2N.new_empty(2, min(num_tokens, NORM_PROGRAMS), size)
+        about = num_tokens, size, 1 << (size - 1).bit_length()
+        tensors = added, of_out.contiguous(), weight, *means_2N, of_added, *parts_2PD
         num_warps = 1 if size <= 1024 else 8
         triton_kernels.add_norm_backward[(parts_2PD.shape[1],)](*tensors, *about, num_warps=num_warps)
-        of_weight, *of_bias = parts_2PD.sum(1).to(weight.dtype)
-        return of_added * alpha if alpha != 1 else of_added, of_added, of_weight, *(of_bias or [None]), None, None
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+        return of_added, of_added, *parts_2PD.sum(1).to(weight.dtype), None
 
 
 def gradient_of_logits(

@@ -54,8 +54,8 @@ class AddAndNorm(nn.Module):
         if self.is_pre_norm:
             return torch.add(input_BTD, self.dropout(sublayer(self.norm(input_BTD))))
         added_BTD = self.dropout(sublayer(input_BTD))
-        if gpu_kernels.can_norm(added_BTD, input_BTD, self.norm):
-            return gpu_kernels.add_and_norm(input_BTD, added_BTD, self.norm, self.alpha)
+        if gpu_kernels.can_norm(input_BTD, added_BTD, self.norm, self.alpha):
+            return gpu_kernels.add_and_norm(input_BTD, added_BTD, self.norm)
         return self.norm(torch.add(added_BTD, input_BTD, alpha=self.alpha))  # type: ignore[no-any-return]
 
 

@@ -98,33 +98,29 @@ def gradient_of_logits(
 
 
 @triton.jit
-def add_norm(
-    x, y, weight, bias, added, out, means, scales, size, alpha, epsilon, IS_RMS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A program computes a token: alpha x + y, then its layer norm or RMSNorm."""
+def add_norm(x, y, weight, bias, added, out, means, scales, size, epsilon, BLOCK: tl.constexpr):
+    """A program computes a token: x + y, then its layer norm."""
     token, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     places, is_in = token * size + n, n < size
-    values = tl.load(x + places, mask=is_in, other=0.0).to(tl.float32) * alpha
+    values = tl.load(x + places, mask=is_in, other=0.0).to(tl.float32)
     values += tl.load(y + places, mask=is_in, other=0.0).to(tl.float32)
     rounded = values.to(added.dtype.element_ty)
     tl.store(added + places, rounded, mask=is_in)
     values = rounded.to(tl.float32)
-    mean = 0.0 if IS_RMS else tl.sum(values, 0) / size
+    mean = tl.sum(values, 0) / size
     centred = tl.where(is_in, values - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / size + epsilon)
     normed = centred * scale * tl.load(weight + n, mask=is_in, other=0.0).to(tl.float32)
-    if not IS_RMS:
-        normed += tl.load(bias + n, mask=is_in, other=0.0).to(tl.float32)
-        tl.store(means + token, mean)
+    normed += tl.load(bias + n, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out + places, normed.to(out.dtype.element_ty), mask=is_in)
+    tl.store(means + token, mean)
     tl.store(scales + token, scale)
 
 
 @triton.jit
 def add_norm_backward(
-    added, of_out, weight, means, scales, of_added, of_weights, of_biases, num_tokens, size,
-    IS_RMS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    added, of_out, weight, means, scales, of_added, of_weights, of_biases, num_tokens, size, BLOCK: tl.constexpr
+):
     """A program computes every so manieth token, and sums their parts of the gradients of weight and bias."""
     program, n = tl.program_id(0), tl.arange(0, BLOCK)
     is_in = n < size
@@ -134,15 +130,11 @@ def add_norm_backward(
         places = token * size.to(tl.int64) + n
         gradient = tl.load(of_out + places, mask=is_in, other=0.0).to(tl.float32)
         values, scale = tl.load(added + places, mask=is_in, other=0.0).to(tl.float32), tl.load(scales + token)
-        mean = 0.0 if IS_RMS else tl.load(means + token)
-        normed = tl.where(is_in, (values - mean) * scale, 0.0)
+        normed = tl.where(is_in, (values - tl.load(means + token)) * scale, 0.0)
         of_weight += gradient * normed
         of_bias += gradient
         of_normed = gradient * factor
-        change = of_normed - normed * (tl.sum(of_normed * normed, 0) / size)
-        if not IS_RMS:
-            change -= tl.sum(of_normed, 0) / size
+        change = of_normed - normed * (tl.sum(of_normed * normed, 0) / size) - tl.sum(of_normed, 0) / size
         tl.store(of_added + places, (change * scale).to(of_added.dtype.element_ty), mask=is_in)
     tl.store(of_weights + program * size + n, of_weight, mask=is_in)
-    if not IS_RMS:
-        tl.store(of_biases + program * size + n, of_bias, mask=is_in)
+    tl.store(of_biases + program * size + n, of_bias, mask=is_in)
