@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_model_variants import VARIANTS, VOCABULARY
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.model.attention import Joined
 from dist_transformer.model.transformer import Transformer
@@ -85,3 +86,20 @@ def test_joining_is_the_inverse_of_splitting() -> None:
     assert [part.shape[:2] for part in parts] == sizes
     assert not torch.cat([part.flatten(0, 1) for part in parts])[~is_real].any()
     assert torch.equal(side.join(parts), joined)
+
+
+def test_joined_batches_never_make_the_host_wait_for_the_device(make_model: MakeModel) -> None:
+    names = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(str(func).removeprefix("aten.").split(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    model, batches = make_model(dropout=0.0).train(), batches_of(SHAPES)  # that of CPUs draws its seed
+    shapes = shapes_of(batches)
+    with Names():
+        loss, _ = model.loss(*one_after_another(batches), 0.1, sum(shape[-1] for shape in shapes), shapes)
+        loss.backward()
+    assert "nonzero_static" in names
+    assert not names & {"_local_scalar_dense", "nonzero", "item", "masked_select", "equal", "is_nonzero"}
