@@ -181,16 +181,20 @@ def most_tokens(config: Config, num_ranks: int, memory_bytes: float) -> int:
     return 0 if is_too_large(tokens) else tokens
 
 
+def with_token_budget(config: Config, num_ranks: int, memory_gb: float) -> Config:
+    """Replaces `data.max_tokens: auto` by the largest number that fits, or the smallest possible if nothing fits."""
+    if config.data.max_tokens != "auto":
+        return config
+    tokens = most_tokens(config, num_ranks, memory_gb * 1e9 * USABLE_SHARE)
+    return with_tokens(config, tokens or 2 * config.data.filters.max_tokens)
+
+
 def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | None:
     """Message why a run of `num_ranks` ranks does not fit into GPUs of `memory_gb`, with a remedy; None if it fits.
     With `data.max_tokens: auto` a run fits if the smallest micro-batch does."""
     config = model_size.with_effective_zero_stage(model_size.with_precision(config, "fp16"), num_ranks)
-    usable = memory_gb * 1e9 * USABLE_SHARE
-    if config.data.max_tokens == "auto":
-        if most_tokens(config, num_ranks, usable):
-            return None
-        config = with_tokens(config, 2 * config.data.filters.max_tokens)
-    memory = memory_of_rank(config, num_ranks)
+    config = with_token_budget(config, num_ranks, memory_gb)
+    memory, usable = memory_of_rank(config, num_ranks), memory_gb * 1e9 * USABLE_SHARE
     if memory.peak_bytes <= usable:
         return None
     return (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dist_transformer.config.model_size import with_effective_zero_stage
 from dist_transformer.config.schema import Config
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import USABLE_SHARE, RankMemory, memory_of_rank, most_tokens, remedy, with_tokens
+from dist_transformer.planning.memory import USABLE_SHARE, RankMemory, memory_of_rank, remedy, with_token_budget
 from dist_transformer.planning.step_time import StepTime, step_time
 
 HIGH_COMMUNICATION_SHARE = 0.3
@@ -48,7 +48,7 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
 
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
-    config = with_resolved_token_budget(with_effective_zero_stage(config, num_ranks), num_ranks, hardware)
+    config = with_token_budget(with_effective_zero_stage(config, num_ranks), num_ranks, memory_gb)
     memory = memory_of_rank(config, num_ranks)
     by_stage = {stage: peak_at(stage) for stage in range(4)}
     has_lanes = num_ranks <= config.data.lanes
@@ -74,14 +74,6 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
         problem=problem,
         warnings=tuple(_warnings(config, time)) if time else (),
     )
-
-
-def with_resolved_token_budget(config: Config, num_ranks: int, hardware: Hardware) -> Config:
-    """Replaces `data.max_tokens: auto` by the largest number that fits, or the smallest possible if nothing fits."""
-    if config.data.max_tokens != "auto":
-        return config
-    tokens = most_tokens(config, num_ranks, hardware.memory_gb.value * 1e9 * USABLE_SHARE)
-    return with_tokens(config, tokens or 2 * config.data.filters.max_tokens)
 
 
 def _warnings(config: Config, time: StepTime) -> list[str]:

@@ -16,7 +16,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.planning.failures import Conditions, SaveInterval, barren_share, best_interval, expected_attempt
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.plan import with_resolved_token_budget
+from dist_transformer.planning.memory import with_token_budget
 from dist_transformer.planning.step_time import StepTime, step_time
 from dist_transformer.planning.vocabularies import count_parameters
 
@@ -83,7 +83,7 @@ class ScaleRow:
 def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardware, site: Site) -> ScaleRow:
     """Row for `nodes` nodes, with the best interval between saves."""
     num_ranks = nodes * ranks_per_node
-    config = with_resolved_token_budget(config, num_ranks, hardware)
+    config = with_token_budget(config, num_ranks, hardware.memory_gb.value)
     lanes, tokens = max(config.data.lanes, num_ranks), config.data.lanes
     config = config.model_copy(update={"data": config.data.model_copy(update={"lanes": lanes})})
     alone = step_time(config, num_ranks, ranks_per_node, hardware)

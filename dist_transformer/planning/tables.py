@@ -25,6 +25,7 @@ MEMORY = ("nodes", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "of the CPU", "fulles
 STEPS = ("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication", "stragglers", "efficiency")
 FAILURES = ("nodes", "fails every", "best", "every_steps", "about as good", "kept", "as it is", "useful", "days")
 MANY_GIVE_UP = 0.01
+OF_TIME = ("tokens_per_second", "compute_seconds", "communication_seconds", "update_seconds", "idle_share")
 NOTHING = "-"
 ASSUMPTIONS = {"filled_share": FILLED_SHARE, "mean_sentence_tokens": MEAN_TOKENS, "usable_memory_share": USABLE_SHARE}
 """Assumptions besides the table of hardware."""
@@ -78,12 +79,8 @@ def _row_values(row: Row) -> dict[str, Any]:
         "memory_bytes_by_zero_stage": {str(stage): count for stage, count in row.by_stage.items()},
         "cpu_memory_bytes": row.memory.cpu_bytes,
         "micro_batches_per_rank": time and time.micro_batches,
-        "tokens_per_second": time and time.tokens_per_second,
         "step_seconds": time and time.seconds,
-        "compute_seconds": time and time.compute_seconds,
-        "communication_seconds": time and time.communication_seconds,
-        "update_seconds": time and time.update_seconds,
-        "idle_share": time and time.idle_share,
+        **{name: time and getattr(time, name) for name in OF_TIME},
         "efficiency": time and time.efficiency,
         "hours": row.hours,
         "node_hours": row.node_hours,
