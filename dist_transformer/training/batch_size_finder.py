@@ -27,18 +27,9 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.planning.activations import Shape, unequal_sides
 from dist_transformer.planning.memory import AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS
+from dist_transformer.training import memory
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective, inputs_of
-from dist_transformer.training.memory import (
-    Allowance,
-    allowance,
-    as_text,
-    begin_peak,
-    explaining_out_of_memory,
-    give_back,
-    is_out_of_memory,
-    peak,
-)
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +68,11 @@ def dry_run(
     UserError: this rank is out of memory."""
     engine.train()
     started = time.monotonic()
-    begin_peak(ranks.device)
+    memory.begin_peak(ranks.device)
     for shape in shapes:
         doing = f"the dry run of the largest micro-batch, {shape}"
         progress(doing)
-        with explaining_out_of_memory(doing, ranks.device):
+        with memory.explaining_out_of_memory(doing, ranks.device):
             loss, _ = engine(*_inputs(shape, token_id, ranks.device))
             # Zero times a number is zero; zero times infinity would be in every gradient of the first step.
             if ranks.all_reduce_sum(torch.isfinite(loss.detach()).cpu().long()) == ranks.num_ranks:
@@ -91,9 +82,9 @@ def dry_run(
             del loss
     log.info(
         "dry run    of the largest micro-batches, %s: %s at most, %.1f s",
-        ", ".join(map(str, shapes)), as_text(peak(ranks.device)), time.monotonic() - started,
+        ", ".join(map(str, shapes)), memory.as_text(memory.peak(ranks.device)), time.monotonic() - started,
     )  # fmt: skip
-    give_back(ranks.device)
+    memory.give_back(ranks.device)
 
 
 def find_max_tokens(
@@ -116,8 +107,8 @@ def find_max_tokens(
     """
     # state_bytes includes the weights, and the module's weights are in memory already.
     held = 0 if ranks.device.type == "cuda" else sum(p.numel() * p.element_size() for p in module.parameters())
-    found = allowance(ranks)
-    for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
+    found = memory.allowance(ranks)
+    for_activations = memory.Allowance(found.bytes + held - state_bytes, found.limited_by)
     smallest, at_once = 2 * data.filters.max_tokens, lanes_of_pass(data.lanes, training, ranks.num_ranks)
     probe: _Probe | None = None
 
@@ -128,30 +119,31 @@ def find_max_tokens(
             probe = probe or _Probe(module, ranks.device, training)
             return probe.measure(shapes, progress)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not memory.is_out_of_memory(error):
                 raise
             return None
 
     ranks.barrier()  # no rank fills memory before all have measured the free memory
-    with explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
+    # A GPU may not recover.
+    with memory.explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):
         growth, limit_bytes = Growth(smallest), for_activations.bytes
         if limit_bytes > 0:
             growth = grow(smallest, measure, limit_bytes, may_be_slow=ranks.device.type == "cpu")
         probe = None  # its memory is given back
-        give_back(ranks.device)
+        memory.give_back(ranks.device)
     answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
-    total = f"{as_text(limit.bytes + state_bytes)} ({limit.limited_by})"
+    total = f"{memory.as_text(limit.bytes + state_bytes)} ({limit.limited_by})"
     if not tokens:
         raise UserError(
             f"data.max_tokens: auto found no size that fits: not even one pair of data.filters.max_tokens = "
             f"{data.filters.max_tokens} on both sides fits into the {total} that a rank may use, "
-            f"{as_text(state_bytes)} of them for weights, gradients and optimizer. Lower data.filters.max_tokens, set "
+            f"{memory.as_text(state_bytes)} of them for weights, gradients and optimizer. Lower data.filters.max_tokens, set "
             "training.activation_checkpointing=true, a higher training.zero_stage or training.offload=optimizer, or take a "
             "smaller model"
         ).agreed()
     log.info(
-        "max_tokens %s found: %s of %s%s", f"{tokens:,}", as_text(growth.peak_bytes(tokens) + state_bytes), total,
+        "max_tokens %s found: %s of %s%s", f"{tokens:,}", memory.as_text(growth.peak_bytes(tokens) + state_bytes), total,
         f"; larger ones take more than {SLOW_SECONDS:.0f} s" if growth.is_slow else "",
     )  # fmt: skip
     return int(tokens)
@@ -229,8 +221,8 @@ class _Probe:
             self._module.round_layers()
         for parameter in self._module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        give_back(device)
-        self._before = begin_peak(device)
+        memory.give_back(device)
+        self._before = memory.begin_peak(device)
 
     def measure(self, shapes: Sequence[Shape], progress: Callable[[], None]) -> tuple[int, float]:
         """Returns (bytes above the module and its gradients, seconds of the slowest pass)."""
@@ -241,7 +233,7 @@ class _Probe:
             loss, _ = self._module(*_inputs(shape, self._token_id, self._device))
             loss.backward()
             del loss
-            most = peak(self._device)  # waits for the GPU
+            most = memory.peak(self._device)  # waits for the GPU
             slowest = max(slowest, time.monotonic() - started)
         return max(0, most - self._before), slowest
 

@@ -9,15 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 from dist_transformer.errors import EXIT_DONE
+from dist_transformer.processes import launching
 from dist_transformer.processes.children import Signals
-from dist_transformer.processes.launching import (
-    fork_and_wait,
-    fork_local_ranks,
-    importing,
-    may_fork,
-    start_local_ranks,
-    threads_per_rank,
-)
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Devices of NVIDIA, AMD and Windows' Linux. Asking torch for a GPU may already begin to use it."""
@@ -36,23 +29,23 @@ def run_local_ranks(
     """
     has_no_gpu = not any(map(os.path.exists, GPU_DEVICES))
     meanwhile = partial(_import_training, num_ranks) if has_no_gpu else lambda: None
-    code = fork_and_wait(prepare, meanwhile, signals)
+    code = launching.fork_and_wait(prepare, meanwhile, signals)
     if code != EXIT_DONE:
         return code
-    if has_no_gpu and may_fork():
+    if has_no_gpu and launching.may_fork():
         import torch
 
         if not torch.cuda.is_available():
-            return fork_local_ranks(train, num_ranks, signals=signals)
-    return start_local_ranks(arguments, num_ranks, signals=signals, are_held=True, leave_together=True)
+            return launching.fork_local_ranks(train, num_ranks, signals=signals)
+    return launching.start_local_ranks(arguments, num_ranks, signals=signals, are_held=True, leave_together=True)
 
 
 def _import_training(num_ranks: int) -> None:
     """Imports the slowest modules of a rank that start no thread (pyarrow does)."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))  # torch reads it at import
+    os.environ.setdefault("OMP_NUM_THREADS", str(launching.threads_per_rank(num_ranks)))  # torch reads it at import
     given = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads at import, which training does not use
-    with importing():
+    with launching.importing():
         import dist_transformer.training.engine.engine  # noqa: F401
 
     del os.environ["OPENBLAS_NUM_THREADS"]

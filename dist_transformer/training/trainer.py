@@ -10,14 +10,7 @@ from functools import partial
 
 import torch
 
-from dist_transformer.config.model_size import (
-    count_by_part,
-    effective_training,
-    lanes_of_pass,
-    offloaded_bytes,
-    staging_bytes,
-    state_bytes,
-)
+from dist_transformer.config import model_size
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
 from dist_transformer.data.loader.mixture import refuse_undrawn
 from dist_transformer.data.manifest import Manifest
@@ -107,7 +100,7 @@ def settle_config(run: Run, checkpoint: Checkpoint | None) -> Run:
     training = run.config.training
     if run.recovery.switch_to_bf16 and training.precision == "fp16":
         training = training.model_copy(update={"precision": "bf16"})
-    run = replace(run, training=effective_training(training, run.ranks.num_ranks))
+    run = replace(run, training=model_size.effective_training(training, run.ranks.num_ranks))
     config = run.config
     if config.data.max_tokens == "auto":
         data = config.data.model_copy(update={"max_tokens": _token_budget(run, checkpoint)})
@@ -141,11 +134,11 @@ def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:
     doing = run.doing("looking for the largest data.max_tokens")
     doing()
     objective = _initial_objective(run)
-    parameters = count_by_part(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary)
-    held = state_bytes(parameters, training, ranks.num_ranks)
+    parameters = model_size.count_by_part(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    held = model_size.state_bytes(parameters, training, ranks.num_ranks)
     if ranks.device.type == "cpu":
-        held += offloaded_bytes(parameters.total, training, ranks.num_ranks)
-        held += staging_bytes(parameters.total, training, ranks.num_ranks)
+        held += model_size.offloaded_bytes(parameters.total, training, ranks.num_ranks)
+        held += model_size.staging_bytes(parameters.total, training, ranks.num_ranks)
     return find_max_tokens(objective, held, run.config.data, ranks, training, doing)
 
 
@@ -270,7 +263,7 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     config, ranks, progress = run.config, run.ranks, run.watchdog.progress
     with explaining_out_of_memory("the copy of the state for checkpoints", ranks.device):
         writer.reserve(engine)
-    at_once = lanes_of_pass(config.data.lanes, run.training, ranks.num_ranks)
+    at_once = model_size.lanes_of_pass(config.data.lanes, run.training, ranks.num_ranks)
     dry_run(engine, largest_shapes(config.data, at_once), ranks, run.data.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
         dry_run_of_validation(run, validator)

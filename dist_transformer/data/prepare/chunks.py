@@ -18,16 +18,10 @@ import pyarrow as pa
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, TextColumns
+from dist_transformer.data.prepare import scan
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.report import ReportedCorpus, warn_of_changed_text, warn_of_cut_text
-from dist_transformer.data.prepare.scan import (
-    ReportProgress,
-    all_corpora,
-    all_dropped_error,
-    estimated_tokens,
-    load_tokenizer,
-)
 from dist_transformer.data.prepare.shards import (
     CountedRows,
     count_tokens,
@@ -77,14 +71,14 @@ class Units:
     """The work of one of the processes that build the chunks and shards of a prepared folder."""
 
     def __init__(
-        self, config: Config, folder: Path, state: PrepareState, progress: ReportProgress, threads: int
+        self, config: Config, folder: Path, state: PrepareState, progress: scan.ReportProgress, threads: int
     ) -> None:
         assert state.tokenizer is not None
         self.work = Work(folder)
         self._config, self._folder, self._state = config, folder, state
         self._progress, self._threads = progress, threads
-        self._tokenizer = load_tokenizer(folder, state.tokenizer)
-        self._corpora = {name: each for name, each in all_corpora(config).items() if name not in state.in_place}
+        self._tokenizer = scan.load_tokenizer(folder, state.tokenizer)
+        self._corpora = {name: each for name, each in scan.all_corpora(config).items() if name not in state.in_place}
         self._training = tuple(config.data.training_corpora())
         self._cleaners = {name: Cleaner.of(name, config.data, folder) for name in self._corpora}
 
@@ -139,7 +133,7 @@ class Units:
     def corpora(self, made: dict[str, MadeChunks], shuffled: dict[str, tuple[Shard, ...]]) -> dict[str, ReportedCorpus]:
         """Returns the split of each corpus for the manifest, with what is reported of it."""
         corpora = {}
-        for name in all_corpora(self._config):
+        for name in scan.all_corpora(self._config):
             counts = made[name].total if name in made else self._state.samples[name]
             if name in self._state.in_place:
                 split = self._state.in_place[name]
@@ -228,7 +222,7 @@ class Units:
         chunks = tuple(CHUNK.validate_python(result["counts"]) for result in results)
         total = Chunk.together(chunks)
         if total.rows == 0:
-            raise all_dropped_error(corpus_name(self._corpora[name], self._config.data), total)
+            raise scan.all_dropped_error(corpus_name(self._corpora[name], self._config.data), total)
         return MadeChunks(chunks, total, self._shards(result["shard"] for result in results))
 
     def _range_units(self, name: str, total: Chunk) -> list[str]:
@@ -257,7 +251,7 @@ class Units:
 
     def _estimated(self, name: str, rows: int) -> tuple[int, int]:
         sample = self._state.samples[name]
-        return estimated_tokens(sample, rows, sample.rows_of_text)
+        return scan.estimated_tokens(sample, rows, sample.rows_of_text)
 
     def _shards(self, results: Iterator[Any]) -> tuple[Shard, ...]:
         return tuple(SHARD.validate_python(result) for result in results if result is not None)

@@ -10,15 +10,8 @@ from itertools import accumulate
 import pyarrow as pa
 
 from dist_transformer.config.paths import is_address
+from dist_transformer.data.sources import remote
 from dist_transformer.data.sources.readers import Pairs, ReaderChain
-from dist_transformer.data.sources.remote import (
-    file_fingerprint,
-    named_errors,
-    open_binary,
-    open_parquet,
-    open_seekable,
-    retried,
-)
 from dist_transformer.data.sources.tables import ChooseColumns
 from dist_transformer.data.sources.text import Texts, decoded, is_text, text_column
 from dist_transformer.errors import DataError
@@ -107,7 +100,7 @@ class TableReader:
 
     def _find_rows(self) -> bool:
         """Reads on until there are rows. Returns False at the end."""
-        with named_errors(self._name):
+        with remote.named_errors(self._name):
             while self._rest is None or self._rest.num_rows == 0:
                 if (batch := next(self._batches, None)) is None:
                     return False
@@ -130,8 +123,8 @@ class TableReader:
 
 def parquet_reader(file: str, choose: ChooseColumns, drop: bool) -> ReaderChain:
     """Returns a reader of a parquet file; unwanted row groups are not read."""
-    with named_errors(file):
-        parquet = retried(file, lambda: open_parquet(file))
+    with remote.named_errors(file):
+        parquet = remote.retried(file, lambda: remote.open_parquet(file))
     columns = list(dict.fromkeys(choose(column_paths(parquet.schema_arrow), file)))
     rows = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
 
@@ -144,31 +137,31 @@ def parquet_reader(file: str, choose: ChooseColumns, drop: bool) -> ReaderChain:
 
 def arrow_reader(file: str, choose: ChooseColumns, drop: bool) -> TableReader:
     """Returns a reader of an Arrow file of either kind: with random access, or a stream (as `datasets` writes)."""
-    with named_errors(file):
+    with remote.named_errors(file):
         return TableReader(file, _arrow_batches(file), choose, drop)
 
 
 def count_arrow_rows(file: str) -> int:
     """Counts the rows of a local Arrow file, without reading its text."""
-    with named_errors(file):
+    with remote.named_errors(file):
         return sum(batch.num_rows for batch in _arrow_batches(file))
 
 
 def count_parquet_rows(file: str) -> int:
     """Counts the rows of a parquet file by its footer."""
-    with named_errors(file):
-        return int(retried(file, lambda: open_parquet(file)).metadata.num_rows)
+    with remote.named_errors(file):
+        return int(remote.retried(file, lambda: remote.open_parquet(file)).metadata.num_rows)
 
 
 def read_footer(file: str, choose: ChooseColumns) -> ParquetFile:
     """Reads a parquet footer; DataError if it is missing, a column is missing, or a column is not text."""
-    with named_errors(file):
-        parquet = retried(file, lambda: open_parquet(file))
+    with remote.named_errors(file):
+        parquet = remote.retried(file, lambda: remote.open_parquet(file))
         columns = choose(column_paths(parquet.schema_arrow), file)
         empty = parquet.schema_arrow.empty_table()
         for column in columns:
             refuse_other_type(file, column, text_column(empty, column).type)
-        found = file_fingerprint(file)
+        found = remote.file_fingerprint(file)
     rows = tuple(parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
     return ParquetFile(file, found["bytes"], rows, found["ends_sha256"], *columns)
 
@@ -201,9 +194,9 @@ def refuse_other_columns(files: list[ParquetFile]) -> None:
 
 def _arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
     """Returns the batches of a file. A local file is mapped into memory, so that unwanted parts are not read."""
-    with open_binary(file) as content:
+    with remote.open_binary(file) as content:
         is_stream = content.read(len(ARROW_FILE_MAGIC)) != ARROW_FILE_MAGIC
     if is_stream:
-        return iter(pa.ipc.open_stream(open_binary(file) if is_address(file) else pa.memory_map(file)))
-    whole = pa.ipc.open_file(open_seekable(file) if is_address(file) else pa.memory_map(file))
+        return iter(pa.ipc.open_stream(remote.open_binary(file) if is_address(file) else pa.memory_map(file)))
+    whole = pa.ipc.open_file(remote.open_seekable(file) if is_address(file) else pa.memory_map(file))
     return map(whole.get_batch, range(whole.num_record_batches))

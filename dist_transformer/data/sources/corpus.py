@@ -16,16 +16,7 @@ from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.paths import is_address
-from dist_transformer.data.sources.arrow import (
-    ParquetFile,
-    TableReader,
-    arrow_reader,
-    count_arrow_rows,
-    count_parquet_rows,
-    parquet_reader,
-    read_footer,
-    refuse_other_columns,
-)
+from dist_transformer.data.sources import arrow
 from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, demo_pairs
 from dist_transformer.data.sources.files import corpus_name, find_corpus_files, for_each_file, table_kind
 from dist_transformer.data.sources.lines import aligned_reader, scan_aligned, scan_file, tsv_reader
@@ -126,12 +117,12 @@ def scan_corpus(
         if any(map(is_address, files.every())):
             return None
         return sum(scan_aligned(*pair, refuse, progress) for pair in zip(files.source, files.target, strict=True))
-    counts: list[int | None] = [*for_each_file(count_parquet_rows, _hub_files(corpus) if corpus.hub else ())]
+    counts: list[int | None] = [*for_each_file(arrow.count_parquet_rows, _hub_files(corpus) if corpus.hub else ())]
     counts += [_scan_table(file, corpus, data, progress) for file in files.path]
     return sum(count or 0 for count in counts) if counts and None not in counts else None
 
 
-def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] | None:
+def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[arrow.ParquetFile] | None:
     """Returns the parquet files of a corpus, by their footers; None for other formats, which have no row groups.
 
     DataError for a missing or damaged file and for a missing column.
@@ -141,8 +132,8 @@ def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] |
         return None
     choose = _column_chooser(corpus, data)
     absolute = [file if is_address(file) else os.path.abspath(file) for file in files]
-    index = for_each_file(lambda file: read_footer(file, choose), absolute)
-    refuse_other_columns(index)
+    index = for_each_file(lambda file: arrow.read_footer(file, choose), absolute)
+    arrow.refuse_other_columns(index)
     return index
 
 
@@ -158,11 +149,11 @@ def hub_commits(corpora: Iterable[CorpusConfig]) -> dict[str, str]:
 def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None]) -> int | None:
     kind = table_kind(file)
     if kind == "parquet":
-        return count_parquet_rows(file)
+        return arrow.count_parquet_rows(file)
     if is_address(file):
         return None
     if kind == "arrow":
-        return count_arrow_rows(file)
+        return arrow.count_arrow_rows(file)
     lines = scan_file(file, data.filters_of(corpus).bad_encoding == "raise", progress)
     by_name = corpus.columns and not all(column.isdecimal() for column in corpus.columns)
     has_header = kind == "csv" or (kind == "tsv" and by_name)
@@ -179,7 +170,7 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
         yield _plugin_reader(corpus.plugin, drop)
     elif corpus.hub and not of_hub:
         name = corpus_name(corpus, data)
-        yield TableReader(name, _hub_tables(corpus, name), _column_chooser(corpus, data), drop)
+        yield arrow.TableReader(name, _hub_tables(corpus, name), _column_chooser(corpus, data), drop)
     for source, target in zip(files.source, files.target, strict=True):
         yield aligned_reader(source, target, drop)
     for file in (*files.path, *of_hub):  # parquet of the Hub too: its row groups are skipped unread
@@ -231,7 +222,7 @@ def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
     if kind == "tsv":
         return tsv_reader(file, corpus.columns or ("0", "1"), drop)
     readers: dict[str, Callable[..., Reader]]
-    readers = {"csv": csv_reader, "jsonl": jsonl_reader, "parquet": parquet_reader, "arrow": arrow_reader}
+    readers = {"csv": csv_reader, "jsonl": jsonl_reader, "parquet": arrow.parquet_reader, "arrow": arrow.arrow_reader}
     return readers[kind](file, _column_chooser(corpus, data), drop)
 
 

@@ -235,7 +235,7 @@ def test_sizes_that_reuse_memory_do_not_count_as_free():
 @pytest.fixture
 def little_memory(monkeypatch):
     """A limit of 60 MB, whatever else this machine does meanwhile."""
-    monkeypatch.setattr(batch_size_finder, "allowance", lambda ranks: Allowance(60_000_000, "a limit"))
+    monkeypatch.setattr(batch_size_finder.memory, "allowance", lambda ranks: Allowance(60_000_000, "a limit"))
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -278,7 +278,7 @@ def test_a_device_that_is_out_of_memory_for_good_ends_the_search_with_advice(ran
     def broken(device):
         raise OUT_OF_MEMORY
 
-    monkeypatch.setattr(batch_size_finder, "give_back", broken)
+    monkeypatch.setattr(batch_size_finder.memory, "give_back", broken)
     with pytest.raises(UserError, match=r"^out of memory in the search for the largest data\.max_tokens"):
         find_max_tokens(
             failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, TrainingConfig(precision="fp32")
