@@ -7,14 +7,15 @@
 It does not depend on ranks or loader processes. `open` has, by lane, windows begun before the epoch was repartitioned.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from dist_transformer.data.loader.partition import OpenWindow, Partition, Stream
-from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
+from dist_transformer.data.loader.partition import OpenWindow, Partition
+from dist_transformer.data.loader.window_request import RowSlice, WindowKey
 from dist_transformer.errors import CheckpointError
 
 POSITION_VERSION = 1
@@ -82,9 +83,7 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
             "run.name."
         )
     try:
-        position = _from_json(value)
-        TypeAdapter(Position).validate_python(position)
-        return position
+        return POSITION.validate_json(json.dumps(_nested(value)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"{error!r}".replace("\n", " ")[:300]
         raise CheckpointError(
@@ -92,25 +91,17 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
         ) from error
 
 
-def _from_json(value: Mapping[str, Any]) -> Position:
-    opened = {int(lane): windows for lane, windows in value["open"].items()}
-    partition = Partition(
-        epoch=value["epoch"],
-        number=value["segment"],
-        quotas=tuple(value["quotas"]),
-        shares=None if value["shares"] is None else tuple(value["shares"]),
-        streams=tuple(
-            Stream(tuple((n, first, last) for n, first, last in each["pending"]), each["next_pass"])
-            for each in value["streams"]
-        ),
-        open_windows=tuple(
-            tuple(_open_from_json(window) for window in opened.get(lane, ())) for lane in range(len(value["lanes"]))
-        ),
-    )
-    quarantined = tuple(Quarantined(**{**entry, "key": WindowKey(**entry["key"])}) for entry in value["quarantined"])
-    ever_quarantined = tuple((corpus, row_group) for corpus, row_group in value["left_out"])
-    lanes = tuple((window, emitted) for window, emitted in value["lanes"])
-    return Position(partition, lanes, quarantined, ever_quarantined)
+def _nested(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a `Position` from the result of `to_json`."""
+    opened = {int(lane): [*map(_open_from_json, windows)] for lane, windows in value["open"].items()}
+    partition = {
+        **{name: value[name] for name in ("epoch", "quotas", "shares")},
+        "streams": [{name: each[name] for name in ("pending", "next_pass")} for each in value["streams"]],
+        "number": value["segment"],
+        "open_windows": [opened.get(lane, []) for lane in range(len(value["lanes"]))],
+    }
+    same = {name: value[name] for name in ("lanes", "quarantined")}
+    return {"partition": partition, **same, "ever_quarantined": value["left_out"]}
 
 
 def _open_to_json(window: OpenWindow) -> dict[str, Any]:
@@ -118,6 +109,9 @@ def _open_to_json(window: OpenWindow) -> dict[str, Any]:
     return {"key": list(astuple(window.request.key)), "slices": slices, "emitted": window.emitted}
 
 
-def _open_from_json(value: Mapping[str, Any]) -> OpenWindow:
-    slices = tuple(RowSlice(*piece) for piece in value["slices"])
-    return OpenWindow(WindowRequest(WindowKey(*value["key"]), slices), value["emitted"])
+def _open_from_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    slices = [asdict(RowSlice(*piece)) for piece in value["slices"]]
+    return {"request": {"key": asdict(WindowKey(*value["key"])), "slices": slices}, "emitted": value["emitted"]}
+
+
+POSITION = TypeAdapter(Position)
