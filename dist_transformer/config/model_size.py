@@ -88,23 +88,24 @@ def lanes_of_pass(num_lanes: int, training: TrainingConfig, num_ranks: int) -> i
     return min(training.lanes_per_pass, -(-num_lanes // num_ranks))
 
 
-def state_bytes(parameters: Parameters, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes of weights, gradients and optimizer state that a rank holds on its device, without offloaded parts.
-
-    ZeRO, table 1, with the moving average where there is one, and the buffer in which gradients are reduced; without
-    activations, and without the layers that stage 3 has gathered.
+def state_of_rank(parameters: Parameters, training: TrainingConfig, num_ranks: int) -> tuple[int, int, int, int]:
+    """Bytes of weights, gradients, optimizer state and the buffer in which gradients are reduced, that a rank holds on its
+    device: ZeRO, table 1, with the moving average where there is one. Without activations, and without the layers that stage 3
+    has gathered.
     """
-    stage, offload = training.zero_stage, training.offload
-    shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
-    of_each = (bytes_of_gradient(training), bytes_of_optimizer(training))
-    held = [weight_bytes(parameters, training), *(parameters.total * size for size in of_each)]
-    if offload != "none":
-        held[2] = 0
-        held[1] = 0 if stage == 3 else held[1]
-    if offload == "optimizer_and_parameters":
-        held[0] = 0
-    buffer = reduce_buffer_bytes(parameters.total, training, num_ranks)
-    return round(sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
+    stage, total, owned = training.zero_stage, parameters.total, -(-parameters.total // num_ranks)
+    weights = bytes_of_weight(training) * owned if stage == 3 else weight_bytes(parameters, training)
+    gradients = bytes_of_gradient(training) * (owned if stage >= 2 else total)
+    optimizer = bytes_of_optimizer(training) * (owned if stage else total)
+    if training.offload != "none":
+        gradients, optimizer = 0 if stage == 3 else gradients, 0
+    weights = 0 if training.offload == "optimizer_and_parameters" else weights
+    return weights, gradients, optimizer, reduce_buffer_bytes(total, training, num_ranks)
+
+
+def state_bytes(parameters: Parameters, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes of all that `state_of_rank` has, without offloaded parts."""
+    return sum(state_of_rank(parameters, training, num_ranks))
 
 
 def reduce_buffer_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:

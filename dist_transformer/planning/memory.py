@@ -106,22 +106,14 @@ class _State:
     ) -> "_State":
         stage, offload, parameters = training.zero_stage, training.offload, by_part.total
         width = 2 if training.precision == "fp16" else 4  # of an embedding
-        owned = -(-parameters // num_ranks)
-        weights = width * owned if stage == 3 else model_size.weight_bytes(by_part, training)
-        weights = 0 if offload == "optimizer_and_parameters" else weights
-        gradients = model_size.bytes_of_gradient(training) * (owned if stage >= 2 else parameters)
-        optimizer = model_size.bytes_of_optimizer(training) * (owned if stage else parameters)
         is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")
         at_once = min(parameters, model_size.REDUCED_AT_ONCE)
         is_copied = stage > 0 or num_ranks > 1 or training.same_bits
         return cls(
-            weights=weights,
-            gradients=0 if offload != "none" and stage == 3 else gradients,
-            optimizer=0 if offload != "none" else optimizer,
-            buffer=model_size.reduce_buffer_bytes(parameters, training, num_ranks),
+            *model_size.state_of_rank(by_part, training, num_ranks),
             gathered=width * min(parameters, LIVE_AT_ONCE) if is_gathered else 0,
             fetched=width * min(parameters, FETCHED_AT_ONCE) if is_gathered else 0,
-            flat=4 * owned if offload == "none" and stage > 0 else 0,
+            flat=4 * -(-parameters // num_ranks) if offload == "none" and stage > 0 else 0,
             embedding=width * of_embedding if is_copied else 0,
             share_reduced_at_once=at_once / parameters,
         )
