@@ -64,20 +64,17 @@ class Work:
         lock = FileLock(locks / f"{unit}.lock", fallback_to_soft=False)
         try:
             lock.acquire(blocking=False)
-            # In this order: results are removed only after the manifest is written.
-            if self.is_done(unit):
-                lock.release()
-                return None
-            self._refuse_finished()
         except Timeout:
             return None
         except FileNotFoundError:  # the work folder was removed meanwhile
             self._refuse_finished()
             raise
-        except WorkFinishedError:
-            lock.release()
-            raise
-        return lock
+        # In this order: results are removed only after the manifest is written.
+        if not self.is_done(unit) and not self._manifest.exists():
+            return lock
+        lock.release()
+        self._refuse_finished()
+        return None
 
     @contextmanager
     def claimed(self, unit: str) -> Iterator[bool]:
