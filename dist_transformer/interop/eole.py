@@ -52,13 +52,7 @@ _PLACES = {
 
 
 def import_eole(source: Path, out: Path) -> None:
-    """Converts the folder of a checkpoint to a model folder with the same logits.
-
-    Raises:
-        CheckpointError: weights are missing, damaged, or not those of config.json.
-        DataError: a file is missing or invalid.
-        UserError: a setting has no counterpart here.
-    """
+    """Converts the folder of a checkpoint to a model folder with the same logits. Raises the errors of `import_marian`."""
     settings = read_object(source / CONFIG)
     config = _config_of(settings, source / CONFIG)
     vocabulary = read_object(source / VOCABULARY)

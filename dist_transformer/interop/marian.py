@@ -53,8 +53,8 @@ def import_marian(source: Path, out: Path) -> None:
     """Converts the folder `source` to a model folder with the same logits and token ids.
 
     Raises:
-        CheckpointError: weights are missing, damaged, or not those of config.json.
-        DataError: a file of the tokenizer is missing or invalid.
+        CheckpointError: weights are missing, damaged, or not those of their settings.
+        DataError: a file is missing or invalid.
         UserError: a setting has no counterpart here.
     """
     settings = read_settings(source / CONFIG)

@@ -104,13 +104,8 @@ def export_marian_npz(loaded: LoadedModel, out: Path) -> None:
 
 
 def import_marian_npz(source: Path, out: Path) -> None:
-    """Converts a folder with one decoder.yml, and the files that it names, to a model folder with the same logits.
-
-    Raises:
-        CheckpointError: weights are missing, damaged, or not those of their settings.
-        DataError: a file is missing or invalid.
-        UserError: a setting has no counterpart here.
-    """
+    """Converts a folder with one decoder.yml, and the files that it names, to a model folder with the same logits. Raises
+    the errors of `import_marian`."""
     found = sorted(source.glob(f"*{DECODER}"))
     decoder = read_object(found[0], load) if len(found) == 1 else {}
     models, vocabularies = (decoder.get(name) or [] for name in ("models", "vocabs"))
