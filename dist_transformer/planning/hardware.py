@@ -5,7 +5,6 @@ replaces them by the medians of a preflight.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,32 +51,21 @@ class Hardware:
         return rate.value * (1.0 if rate.source == MEASURED else self.matmul_share.value) * self.model_share.value
 
 
-def _gpu(memory_gb: float, half: float, single: float, bandwidth: float, link: float, network: float) -> Hardware:
-    return Hardware(
-        memory_gb=Constant(memory_gb, DATA_SHEET),
-        half_tflops=Constant(half, DATA_SHEET),
-        single_tflops=Constant(single, DATA_SHEET),
-        matmul_share=Constant(0.7, ASSUMED),
-        model_share=Constant(0.3, ASSUMED),
-        memory_gb_per_second=Constant(bandwidth, DATA_SHEET),
-        link_gb_per_second=Constant(link, DATA_SHEET),
-        network_gb_per_second=Constant(network, ASSUMED),
-        latency_seconds=Constant(1e-5, ASSUMED),
-    )
-
-
-HARDWARE: Mapping[str, Hardware] = {
-    # memory GB, fp16/bf16 and fp32 TFLOP/s without sparsity, memory GB/s, link GB/s, network GB/s of each GPU
-    "h200-141g": _gpu(141, 989, 67, 4800, 450, 50),
-    "h100-80g": _gpu(80, 989, 67, 3350, 450, 50),
-    "a100-80g": _gpu(80, 312, 19.5, 2039, 300, 25),
-    "a100-40g": _gpu(40, 312, 19.5, 1555, 300, 25),
-    "l40s-48g": _gpu(48, 362, 91.6, 864, 32, 12.5),
-    "rtx4090-24g": _gpu(24, 165, 82.6, 1008, 32, 1.25),
-    "v100-32g": _gpu(32, 125, 15.7, 900, 150, 12.5),
-    "cpu": Hardware(  # one core, as a rank has in tests
-        *(Constant(value, ASSUMED) for value in (8, 0.05, 0.05, 0.7, 0.3, 10, 5, 1.25, 1e-4))
-    ),
+_FIGURES: dict[str, tuple[float, ...]] = {
+    # memory GB, fp16/bf16 and fp32 TFLOP/s without sparsity, shares, memory GB/s, link GB/s, network GB/s of each GPU
+    "h200-141g": (141, 989, 67, 0.7, 0.3, 4800, 450, 50, 1e-5),
+    "h100-80g": (80, 989, 67, 0.7, 0.3, 3350, 450, 50, 1e-5),
+    "a100-80g": (80, 312, 19.5, 0.7, 0.3, 2039, 300, 25, 1e-5),
+    "a100-40g": (40, 312, 19.5, 0.7, 0.3, 1555, 300, 25, 1e-5),
+    "l40s-48g": (48, 362, 91.6, 0.7, 0.3, 864, 32, 12.5, 1e-5),
+    "rtx4090-24g": (24, 165, 82.6, 0.7, 0.3, 1008, 32, 1.25, 1e-5),
+    "v100-32g": (32, 125, 15.7, 0.7, 0.3, 900, 150, 12.5, 1e-5),
+    "cpu": (8, 0.05, 0.05, 0.7, 0.3, 10, 5, 1.25, 1e-4),  # one core, as a rank has in tests; all assumed
+}
+_SOURCES = (*[DATA_SHEET] * 3, *[ASSUMED] * 2, *[DATA_SHEET] * 2, *[ASSUMED] * 2)
+HARDWARE = {
+    kind: Hardware(*map(Constant, figures, [ASSUMED] * len(figures) if kind == "cpu" else _SOURCES))
+    for kind, figures in _FIGURES.items()
 }
 
 
