@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -55,15 +55,6 @@ class Delivery:
     run_id: str
     points: int
     events: int
-
-
-@dataclass
-class Batch:
-    """Points of complete records: `newest` step of each event; `end` is the offset in metrics.jsonl after them."""
-
-    points: list[Point]
-    newest: dict[str, int]
-    end: int
 
 
 class Abandoned(Exception):
@@ -190,14 +181,33 @@ class Shipper:
         memory.mlflow_run_id, memory.sent, memory.outbox_offset, memory.ahead = run.run_id, {}, 0, {}
 
     def _send_points(self, run: "TrackedRun") -> int:
-        count = 0
-        for batch in self._batches():
-            self._end_if_abandoned()
-            count += self._log_points(run, batch.points)
-            self._memory.sent.update(batch.newest)
-            self.newest_delivery = time.monotonic()
-            self._save()
-            self._offset = batch.end
+        """Sends the records after the newest step sent of their event, and returns the number of their points: on the
+        server steps only grow."""
+        self._start_over_if_replaced()
+        count, end = 0, self._offset
+        points, newest = list[Point](), dict(self._memory.sent)
+        for record, after in read_records_from(self._run_dir.metrics, self._offset):
+            if {"step", "time"} <= record.keys() and record["step"] > newest.get(record["event"], -1):
+                found = points_of(record)
+                if points and len(points) + len(found) > POINTS_A_BATCH:
+                    count += self._send_batch(run, points, newest, end)
+                    points = []
+                if found:
+                    points += found
+                    newest[record["event"]] = record["step"]
+            end = after
+        if points:
+            count += self._send_batch(run, points, newest, end)
+        self._offset = end
+        return count
+
+    def _send_batch(self, run: "TrackedRun", points: Sequence[Point], newest: Mapping[str, int], end: int) -> int:
+        self._end_if_abandoned()
+        count = self._log_points(run, points)
+        self._memory.sent.update(newest)
+        self.newest_delivery = time.monotonic()
+        self._save()
+        self._offset = end
         return count
 
     def _log_points(self, run: "TrackedRun", points: Sequence[Point]) -> int:
@@ -213,24 +223,6 @@ class Shipper:
             self._left_out |= keys
             logger.warning("MLflow refuses the curve %r, which is skipped: %s", points[0].key, refusal)
             return 0
-
-    def _batches(self) -> Iterator[Batch]:
-        """Yields the records after the newest step sent of their event: on the server steps only grow."""
-        self._start_over_if_replaced()
-        batch = Batch([], dict(self._memory.sent), self._offset)
-        for record, end in read_records_from(self._run_dir.metrics, self._offset):
-            if {"step", "time"} <= record.keys() and record["step"] > batch.newest.get(record["event"], -1):
-                points = points_of(record)
-                if batch.points and len(batch.points) + len(points) > POINTS_A_BATCH:
-                    yield batch
-                    batch = Batch([], dict(batch.newest), batch.end)
-                if points:
-                    batch.points += points
-                    batch.newest[record["event"]] = record["step"]
-            batch.end = end
-        if batch.points:
-            yield batch
-        self._offset = batch.end
 
     def _start_over_if_replaced(self) -> None:
         """Starts from offset 0 if a rewind replaced metrics.jsonl by a shorter file, for which old offsets are invalid.
