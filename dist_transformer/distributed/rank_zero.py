@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 import psutil
 
@@ -34,48 +35,35 @@ def run_on_rank_zero(
         UserError: `work` raised it; raised on every rank. Any other exception is raised on rank 0 alone.
         Stopped: a rank wants to stop; raised on every rank. `work` is not interrupted, and ends with the process.
     """
-    worker = _Worker(work)
+    outcome, others = Future[Result](), {thread.id for thread in psutil.Process().threads()}
     if ranks.is_rank_zero:
-        worker.start()
+        threading.Thread(target=_do, args=(work, outcome), name="work for all ranks", daemon=True).start()
     before: float | None = None
     patient_until = time.monotonic() + may_wait_seconds
     while True:
         if ranks.is_rank_zero:
-            worker.join(LOOK_SECONDS)
-        if (standing := ranks.from_rank_zero(worker.used_seconds)) is None:
+            wait([outcome], LOOK_SECONDS)
+        if (standing := ranks.from_rank_zero(lambda: None if outcome.done() else _used_seconds(others))) is None:
             break
         if standing != before or time.monotonic() < patient_until:
             progress()
         before = standing
         if wants_stop is not None and any(ranks.all_gather_object(wants_stop())):
             raise Stopped
-    result = ranks.from_rank_zero(worker.result)
-    if isinstance(result, UserError):
-        raise result.agreed()
-    return result
+    refusal = ranks.from_rank_zero(lambda: error if isinstance(error := outcome.exception(), UserError) else None)
+    if refusal is not None:
+        raise refusal.agreed()
+    return ranks.from_rank_zero(outcome.result)
 
 
-class _Worker(threading.Thread, Generic[Result]):
-    def __init__(self, work: Callable[[], Result]) -> None:
-        super().__init__(name="work for all ranks", daemon=True)
-        self._work = work
-        self._result: Result | BaseException | None = None
-        self._threads_before = {thread.id for thread in psutil.Process().threads()}
+def _do(work: Callable[[], Result], outcome: "Future[Result]") -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:  # noqa: BLE001  (raised again in the thread that can report it)
+        outcome.set_exception(error)
 
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can report it)
-            self._result = error
 
-    def used_seconds(self) -> float | None:
-        """Processor time of this thread and of the threads that it started; None when it has ended."""
-        if not self.is_alive():
-            return None
-        own = [thread for thread in psutil.Process().threads() if thread.id not in self._threads_before]
-        return float(sum(thread.user_time + thread.system_time for thread in own))
-
-    def result(self) -> "Result | UserError":
-        if isinstance(self._result, BaseException) and not isinstance(self._result, UserError):
-            raise self._result
-        return cast("Result | UserError", self._result)
+def _used_seconds(others: Collection[int]) -> float:
+    """Processor time of all threads of this process but the `others`."""
+    own = [thread for thread in psutil.Process().threads() if thread.id not in others]
+    return float(sum(thread.user_time + thread.system_time for thread in own))
