@@ -10,7 +10,6 @@ The process that finishes the last part joins all of them into OUTPUT, stores th
 the folder. So a new start finds all finished parts, whichever process wrote them.
 """
 
-import codecs
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
 """Limits of a chunk, which fills batches of similar length, and of small chunks: many files slow a cluster's disk."""
 PLAN_NAME = "plan.json"
 PART_PATTERN = f"{'[0-9]' * 7}*.txt"
-READ_BYTES = 1 << 20
 
 Plan = Mapping[str, Any]
 
@@ -153,20 +151,16 @@ def digest_and_lines(path: Path) -> tuple[str, int]:
             f"{path}: is a pipe or a device, but it is read more than once: write its lines into a file first, or give them "
             "to translate by < FILE"
         )
-    digest, decoder, num_lines, last = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0, b"\n"
+    digest = hashlib.sha256()
+
+    def hashed(lines: Iterable[bytes]) -> Iterator[bytes]:
+        for line in lines:
+            digest.update(line)
+            yield line
+
     with _opened(path) as file:
-        try:
-            while data := file.read(READ_BYTES):
-                digest.update(data)
-                decoder.decode(data)
-                num_lines, last = num_lines + data.count(b"\n"), data[-1:]
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
-            file.seek(0)
-            for _ in decoded_lines(file, str(path)):  # raises with the number of the line
-                pass
-            raise
-    return digest.hexdigest(), num_lines + (last != b"\n")
+        num_lines = sum(1 for _ in decoded_lines(hashed(file), str(path)))
+    return digest.hexdigest(), num_lines
 
 
 def same_lines(*paths: Path) -> int:
