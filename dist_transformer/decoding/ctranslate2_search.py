@@ -32,11 +32,7 @@ SUPPORTED = {
 
 
 class CTranslate2Searcher:
-    """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist.
-
-    Attributes:
-        max_positions: longest source and translation in tokens; None: no limit.
-    """
+    """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist."""
 
     def __init__(self, folder: Path, special: SpecialTokens, config: DecodingConfig, device: torch.device) -> None:
         """Loads `folder`, a model folder or a result of `export_ctranslate2`. Other arguments: see `TorchSearcher`.
@@ -65,8 +61,7 @@ class CTranslate2Searcher:
         self._never = [[self._target_tokens[number]] for number in sorted(never)]
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """Translations of each sentence, at least one and at most `config.n_best`, best first. Raises UserError: a
-        prefix leaves no position for the end of the translation."""
+        """Translations as of any `Searcher`. Raises UserError: a prefix leaves no position for the end."""
         longest = [longest_output(sentence, self.max_positions, self.config) for sentence in batch]
         found = self._translate(batch, max(longest))
         for place, limit in enumerate(longest):

@@ -21,11 +21,7 @@ from dist_transformer.model.transformer import Transformer
 
 
 class TorchSearcher:
-    """A `Searcher` over models of this package.
-
-    Attributes:
-        max_positions: longest source and translation in tokens, the smallest of the models' limits; None: no limit.
-    """
+    """A `Searcher` over models of this package; `max_positions` is the smallest of their limits."""
 
     def __init__(
         self, models: Sequence[Transformer], special: SpecialTokens, config: DecodingConfig, device: torch.device
@@ -41,8 +37,8 @@ class TorchSearcher:
 
     @torch.inference_mode()
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """Translations of each sentence, at least one and at most `config.n_best`, best first. Raises UserError: a
-        prefix leaves no position for the end of the translation; or the scores are NaN."""
+        """Translations as of any `Searcher`. Raises UserError: a prefix leaves no position for the end, or the scores are
+        NaN."""
         constraints = Constraints(batch, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
         ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)

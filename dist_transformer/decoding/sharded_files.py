@@ -51,21 +51,15 @@ class Parts:
         return sum(self._part(chunk).exists() for chunk in range(self.num_chunks))
 
     def write(self, chunk: int, lines: Sequence[str]) -> None:
-        """Writes a part atomically; or nothing if the output has been joined meanwhile.
-
-        Raises:
-            UserError: the folder of the parts was removed, or now belongs to another translation.
-            MachineError: the disk is full, or fails.
-        """
+        """Writes a part atomically; or nothing if the output has been joined meanwhile. Raises as `writing`, and
+        UserError: the folder of the parts was removed, or now belongs to another translation."""
         with _locked(self.output):
             if not self._is_joined():
                 write_text(self._part(chunk), "".join(f"{line}\n" for line in lines))
 
     def join(self) -> bool:
         """Makes the output if every part exists; returns True if it is complete. Any number of processes may call it.
-
-        Raises UserError and MachineError as `write` does.
-        """
+        Raises as `write`."""
         with _locked(self.output):
             if self._is_joined():
                 return True
@@ -92,13 +86,8 @@ class Parts:
 
 
 def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
-    """Opens the parts of the output, finished or not; None if the output is already complete by the same plan.
-
-    Raises:
-        UserError: the output or its parts belong to another plan; there is a file of unknown origin; or the path cannot
-            be written.
-        MachineError: the disk is full, or fails.
-    """
+    """Opens the parts of the output, finished or not; None if the output is already complete by the same plan. Raises as
+    `writing`, and UserError: the output or its parts belong to another plan, or there is a file of unknown origin."""
     if is_stream(output):
         raise UserError(
             f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "

@@ -85,11 +85,7 @@ def is_stream(path: Path) -> bool:
 
 def write_output(path: Path, text: str) -> None:
     """Writes text to a path given by the user: a file completely or not at all, through links; a device or pipe as is.
-
-    Raises:
-        UserError: nothing can be written at this path, or the disk keeps no locks.
-        MachineError: the disk is full, or fails.
-    """
+    Raises as `writing`."""
     with writing(path):
         if is_stream(path):
             path.write_text(text, encoding="utf-8")
@@ -102,7 +98,7 @@ def writing(path: Path) -> Iterator[None]:
     """Turns an OSError in a block that writes `path` into one of our errors, unless it is about a file elsewhere.
 
     Raises:
-        UserError: nothing can be written at this path.
+        UserError: nothing can be written at this path, or its disk keeps no locks.
         MachineError: the disk is full, or fails.
     """
     try:
