@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from dist_transformer.decoding.translation_lines import Task, translated
 from dist_transformer.errors import EXIT_REQUEUE, UserError, say
 from dist_transformer.format import progress_bar
 from dist_transformer.interop.shortlist import VOCABULARY_MAP
-from dist_transformer.model.search_interface import Hypothesis, Searcher, SearchInput
 from dist_transformer.processes.launching import num_ranks_given
 from dist_transformer.processes.stop_request import StopRequest
 
@@ -48,17 +46,22 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
             say(f"{output}: is there already")
         return
     search = open_search(task.engine, folders, task.settings, task.plugin)
-    search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
-    last_report = time.monotonic()
+    last_report, num_before = time.monotonic(), parts.num_done()
     with progress_bar() if rank == 0 else nullcontext(lambda stage, done, total: None) as show:
+
+        def after_batch(done: int) -> None:
+            show("translating", done, num_lines)
+            if done % lines_of_chunk and done < num_lines:  # else the chunk is done, and is written first
+                _end_if_stopped(stop, parts, num_before)
+
         for chunk in range(rank, parts.num_chunks, num_ranks):
             if not parts.is_done(chunk):
+                _end_if_stopped(stop, parts, num_before)
                 first = chunk * lines_of_chunk
                 count = min(lines_of_chunk, num_lines - first)
                 lines, *prefixes = (reader.read(first, count) for reader in readers)
                 given = prefixes[0] if prefixes else None
-                texts = translated(task, search, lines, given, first, lambda done: show("translating", done, num_lines))
-                parts.write(chunk, list(texts))
+                parts.write(chunk, list(translated(task, search, lines, given, first, after_batch)))
             if rank == 0 and time.monotonic() - last_report > TELL_SECONDS:
                 say(f"{output}: {parts.num_done()} of {parts.num_chunks} parts")
                 last_report = time.monotonic()
@@ -98,26 +101,20 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
     return plan, num_lines
 
 
-class _StoppableSearcher:
-    """A searcher that ends the process between two batches after a stop request; the chunk is repeated later.
+def _end_if_stopped(stop: StopRequest, parts: sharded_files.Parts, num_before: int) -> None:
+    """Ends the process after a stop request; a chunk that was begun is repeated later.
 
-    A Slurm job that was requeued several times ends if no rank finished a part since this start: otherwise a part that
-    takes longer than the job's time limit would requeue it forever.
+    A Slurm job that was requeued several times ends if no rank finished a part since this start, when there were
+    `num_before`: otherwise a part that takes longer than the job's time limit would requeue it forever.
     """
-
-    def __init__(self, searcher: Searcher, stop: StopRequest, parts: sharded_files.Parts) -> None:
-        self._searcher, self._stop, self._parts, self._num_before = searcher, stop, parts, parts.num_done()
-        self.max_positions = searcher.max_positions
-
-    def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        if (reason := self._stop.reason()) is not None:
-            restarts, parts = int(os.environ.get("SLURM_RESTART_COUNT", "0")), self._parts
-            if restarts >= _MAX_RESTARTS and parts.num_done() == self._num_before:
-                raise UserError(
-                    f"{parts.output}: stopped ({reason}) after {restarts} restarts of its job, and no part was done since the "
-                    f"last: {self._num_before} of {parts.num_chunks} are; give the job more time (--time) or more tasks, and "
-                    "submit it again: what is done is kept"
-                )
-            say(f"stopped while translating ({reason}); the same command resumes it")
-            sys.exit(EXIT_REQUEUE)
-        return self._searcher.search(batch)
+    if (reason := stop.reason()) is None:
+        return
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if restarts >= _MAX_RESTARTS and parts.num_done() == num_before:
+        raise UserError(
+            f"{parts.output}: stopped ({reason}) after {restarts} restarts of its job, and no part was done since the "
+            f"last: {num_before} of {parts.num_chunks} are; give the job more time (--time) or more tasks, and "
+            "submit it again: what is done is kept"
+        )
+    say(f"stopped while translating ({reason}); the same command resumes it")
+    sys.exit(EXIT_REQUEUE)
