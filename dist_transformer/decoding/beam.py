@@ -63,7 +63,7 @@ class _Finished:
         """Keeps the best K of both."""
         self.score_NK, chosen_NK = torch.cat([self.score_NK, newer.score_NK], 1).topk(self.score_NK.shape[1], dim=1)
         self.log_probability_NK = torch.cat([self.log_probability_NK, newer.log_probability_NK], 1).gather(1, chosen_NK)
-        self.token_NKT = _gather_rows(torch.cat([self.token_NKT, newer.token_NKT], 1), chosen_NK)
+        self.token_NKT = torch.cat([self.token_NKT, newer.token_NKT], 1).take_along_dim(chosen_NK[..., None], 1)
 
     def select(self, sentences: Tensor) -> None:
         self.score_NK, self.log_probability_NK = self.score_NK[sentences], self.log_probability_NK[sentences]
@@ -113,11 +113,12 @@ class BeamSearch:
     def _step(self) -> None:
         parent_NC, token_NC, candidate_NC = self._candidates()
         self.length += 1
-        candidate_NCT = torch.cat([_gather_rows(self.live_token_NKT, parent_NC), token_NC[..., None]], 2)
+        parent_NCT = self.live_token_NKT.take_along_dim(parent_NC[..., None], 1)
+        candidate_NCT = torch.cat([parent_NCT, token_NC[..., None]], 2)
         ends_NC = token_NC == self.ids.eos
         self._finish(*(of_all[:, : self.config.beam_size] for of_all in (candidate_NC, ends_NC, candidate_NCT)))
         self.live_NK, chosen_NK = candidate_NC.masked_fill(ends_NC, IMPOSSIBLE).topk(self.config.beam_size, dim=1)
-        self.live_token_NKT = _gather_rows(candidate_NCT, chosen_NK)
+        self.live_token_NKT = candidate_NCT.take_along_dim(chosen_NK[..., None], 1)
         parent_NK, is_done = parent_NC.gather(1, chosen_NK), self._is_done().tolist()
         if any(is_done):
             self._hand_in(self._rows(parent_NK), is_done)
@@ -170,8 +171,3 @@ class BeamSearch:
         self.longest_N, self.longest_penalty_N = self.longest_N[kept_N], self.longest_penalty_N[kept_N]
         self.live_NK = self.live_NK[kept_N]
         self.live_token_NKT = self.live_token_NKT[kept_N]
-
-
-def _gather_rows(token_NKT: Tensor, chosen_NC: Tensor) -> Tensor:
-    """Rows `chosen_NC` of the second axis: (N, C, T)."""
-    return token_NKT.gather(1, chosen_NC[..., None].expand(-1, -1, token_NKT.shape[2]))
