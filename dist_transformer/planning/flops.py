@@ -53,12 +53,8 @@ class ModelFlops:
     output: float
 
     @property
-    def attention(self) -> float:
-        return self.projections + self.scores
-
-    @property
     def total(self) -> float:
-        return self.attention + self.feed_forward + self.output
+        return self.projections + self.scores + self.feed_forward + self.output
 
 
 def model_flops(

@@ -110,7 +110,7 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
     pairs = source_tokens / MEAN_TOKENS
     flops = model_flops(config.model, vocabulary_sizes(config)[1], pairs, source_tokens, target_tokens)
     again = 8 / 6 if config.training.activation_checkpointing else 1.0
-    return again * (flops.attention + flops.feed_forward) + flops.output
+    return again * (flops.projections + flops.scores + flops.feed_forward) + flops.output
 
 
 def exposed_seconds(
