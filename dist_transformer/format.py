@@ -58,9 +58,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, is_markdown: 
     """
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    to_left = [
-        {row[column][:1].isalpha() for row in rows if row[column] != "-"} == {True} for column in range(len(header))
-    ]
+    columns = zip(*rows, strict=True) if rows else ((),) * len(header)
+    to_left = [{cell[:1].isalpha() for cell in column if cell != "-"} == {True} for column in columns]
     if is_markdown:
         rule = ["-" * width if left else "-" * (width - 1) + ":" for width, left in zip(widths, to_left, strict=True)]
         lines.insert(1, rule)

@@ -138,9 +138,8 @@ def error_of(plugin: Plugin, error: BaseException) -> UserError:
     own = [line for file, line in frames if file == str(plugin.file)]
     line = getattr(error, "lineno", None) or (own[-1] if own else None)
     where = f"line {line}" if line else "{}, line {}".format(*frames[-1])  # code that it has from elsewhere
-    return UserError(
-        f"{plugin.key}: {plugin.name} of {plugin.file}, {where}: {type(error).__name__}: {error}; mend the plug-in"
-    )
+    said = f"{where}: {type(error).__name__}: {error}"
+    return UserError(f"{plugin.key}: {plugin.name} of {plugin.file}, {said}; mend the plug-in")
 
 
 def measure_of(plugin: Plugin) -> ScoreTranslations:

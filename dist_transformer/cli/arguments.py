@@ -17,6 +17,7 @@ from dist_transformer.run.folder import RunDir
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)]
 RunArgument = Annotated[Path, typer.Argument(help="A YAML file, or a run folder to resume.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings over those of the file: optimizer.learning_rate=3e-4", show_default=False),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import read_run_folder
+from dist_transformer.cli.arguments import RunFolder, read_run_folder
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.run.folder import RunDir
@@ -15,7 +15,7 @@ from dist_transformer.run.records import read_record
 
 
 def average_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    run: RunFolder,
     output: Annotated[Path | None, typer.Option(help="Where to write; default: the run's model/.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Average the newest so many checkpoints (6.1).")] = None,
     best: Annotated[int | None, typer.Option(min=1, help="Average those best by validation.metric.")] = None,
@@ -51,7 +51,7 @@ def average_command(
     print(f"{output}: {written}")
 
 
-def verify_command(run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]) -> None:
+def verify_command(run: RunFolder) -> None:
     """Read every byte of a run's checkpoints and compare it with their checksums. Nothing is changed."""
     from dist_transformer.training.checkpoint import checkpoints
 

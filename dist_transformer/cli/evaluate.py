@@ -199,9 +199,8 @@ def scored(
         try:
             check_output(run[1].evaluation, "results", Path.is_dir)  # before hours of translating
         except UserError as error:
-            raise UserError(
-                f"{error}; or keep no scores: evaluate {folder}/model --source FILE --reference FILE"
-            ) from None
+            way = f"evaluate {folder}/model --source FILE --reference FILE"
+            raise UserError(f"{error}; or keep no scores: {way}") from None
     search = options.search_settings(folder, **{**settings, "n_best": 1})
     of_model = entries_of(model / WEIGHTS) if run is not None and keep else {}
     opened, total, found = open_search(engine, [model], search, plugin), len(text.pairs.sources), []

@@ -131,9 +131,7 @@ class _Questions:
         return proposed
 
 
-def _ask_languages(
-    questions: _Questions, given: tuple[str | None, str | None], guesses: Sequence[str]
-) -> tuple[str, str]:
+def _ask_languages(questions: _Questions, given: Sequence[str | None], guesses: Sequence[str]) -> tuple[str, str]:
     source = questions.ask("source language", given[0], guesses[0])
     target = questions.ask("target language", given[1], guesses[1])
     if not all(re.fullmatch(r"[\w-]+", language) for language in (source, target)) or source == target:
@@ -193,9 +191,7 @@ def _files(source: Path, target: Path) -> CorpusConfig:
 
 
 @contextmanager
-def _new_text(
-    data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", folder: Path, num_pairs: int
-) -> Iterator[None]:
+def _new_text(data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", folder: Path, total: int) -> Iterator[None]:
     """Writes the held-out pairs and the others into a new folder; it gets its name, complete, once the block has succeeded."""
     from dist_transformer.data.sources.survey import write_splits
 
@@ -206,6 +202,6 @@ def _new_text(
         with part, progress_bar() as show:
             new = Path(part.name) / "new"
             new.mkdir()
-            write_splits(data.train, data, held_out, new, lambda pairs: show("holding out", pairs, num_pairs))
+            write_splits(data.train, data, held_out, new, lambda pairs: show("holding out", pairs, total))
             yield
             new.rename(folder)

@@ -51,9 +51,8 @@ def first_sentence(verb: str) -> str:
     """The first sentence of a verb's help, read from its file: to import all verbs would take seconds."""
     module, name = place_of(verb)
     text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-    found = re.search(
-        r'Typer\(help="(.*?)"' if name == "app" else rf'def {name}\(.*?"""(.*?)(?:"""|\n)', text, re.DOTALL
-    )
+    pattern = r'Typer\(help="(.*?)"' if name == "app" else rf'def {name}\(.*?"""(.*?)(?:"""|\n)'
+    found = re.search(pattern, text, re.DOTALL)
     assert found is not None, verb
     return found[1].partition(". ")[0].removesuffix(".") + "."
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, read_run_folder
+from dist_transformer.cli.arguments import Overrides, RunFolder, read_run_folder
 from dist_transformer.cluster.job_status import status_after_attempt
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
@@ -21,9 +21,7 @@ app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
 
 
 @app.command("sync")
-def sync_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)], overrides: Overrides = None
-) -> None:
+def sync_command(run: RunFolder, overrides: Overrides = None) -> None:
     """Send to MLflow what remained in the run folder after an outage; to another server with tracking.uri=ADDRESS."""
     from dist_transformer.tracking.tracker import sync
 
@@ -60,7 +58,7 @@ def model_command(
 
 @app.command("end")
 def end_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    run: RunFolder,
     job: Annotated[str, typer.Option(help="The job, as the batch script names it.", show_default=False)],
     attempt: Annotated[int, typer.Option(help="Which attempt of it has ended.", show_default=False)],
     seconds: Annotated[int, typer.Option(min=1, help="How long to try.")] = 10,
@@ -86,9 +84,8 @@ def ui_command(
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     if RunDir(root).config.is_file() and not (root / "mlflow.db").exists():
-        raise UserError(
-            f"{root}: is a run; expected the folder of runs: dist-transformer ui {RunDir(root.absolute().parent).quoted}"
-        )
+        above = RunDir(root.absolute().parent).quoted
+        raise UserError(f"{root}: is a run; expected the folder of runs: dist-transformer ui {above}")
     from dist_transformer.tracking.tracker import store_uri
 
     # MLflow's jobs evaluate language models in many processes.

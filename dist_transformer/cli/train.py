@@ -75,12 +75,10 @@ def _read(run: Path, overrides: list[str] | None, num_ranks: int) -> tuple[Confi
     return config, run_dir
 
 
-def _train_as_rank(
-    config: Config, run_dir: RunDir, stop: StopRequest, quiet: bool, as_json: bool, profile: bool
-) -> NoReturn:
+def _train_as_rank(config: Config, run_dir: RunDir, stop: StopRequest, *of_terminal: bool) -> NoReturn:
     stacks.register()
     with importing():
         from dist_transformer.training.metrics.console import Terminal
         from dist_transformer.training.rank import train_rank
 
-    leave(train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile)))
+    leave(train_rank(config, run_dir, stop, Terminal(*of_terminal)))

@@ -76,32 +76,24 @@ def tokenised_scores(
     "moses" both sides are tokenised here, by the rules of `target_language` (English ones if Moses has none);
     with "spaces" they are assumed to be tokenised.
     """
+    texts, name = [[*lines] for lines in (hypotheses, *references)], "spaces"
     if words == "moses":
         from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second
 
         language = language_code(target_language) or "en"
         moses = MosesTokenizer(language)
-        hypotheses, *references = (
-            [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, *references)
-        )
+        texts = [[moses.tokenize(line, return_str=True) for line in lines] for lines in texts]
         name = f"moses-{language}-{version('sacremoses')}"
-    else:
-        name = "spaces"
     # "rich-text format" becomes "rich ##AT##-##AT## text format"; of "a-b-c" the first hyphen only, as by that script.
-    split = [
-        [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines] for lines in (hypotheses, *references)
-    ]
-    whole = _multi_bleu("bleu_tokenised", hypotheses, references, name)
-    return whole | _multi_bleu("bleu_compound_split", split[0], split[1:], f"{name}-compounds")
+    split = [[re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines] for lines in texts]
+    return _multi_bleu("bleu_tokenised", texts, name) | _multi_bleu("bleu_compound_split", split, f"{name}-compounds")
 
 
-def _multi_bleu(
-    key: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]], tokens: str
-) -> dict[str, float | str]:
+def _multi_bleu(key: str, texts: Sequence[list[str]], tokens: str) -> dict[str, float | str]:
     """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match; by `key`, and
-    its signature, sacreBLEU's with `tokens` as the name of the tokenizer."""
+    its signature, sacreBLEU's with `tokens` as the name of the tokenizer. `texts`: hypotheses, then references."""
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
-    score = bleu.corpus_score(hypotheses, references).score
+    score = bleu.corpus_score(texts[0], texts[1:]).score
     return {key: score, f"{key}_signature": str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")}
 
 

@@ -32,9 +32,8 @@ def locked(folder: Path, wait_seconds: float = 1.0) -> Iterator[None]:
         lock.acquire()
     except UserError as error:
         who = str(error).partition(";")[0].replace("this run folder", "it")
-        raise type(error)(
-            f"{who}: a pipeline, and each node, is run by one process at a time; wait, or stop that one"
-        ) from None
+        rule = "a pipeline, and each node, is run by one process at a time; wait, or stop that one"
+        raise type(error)(f"{who}: {rule}") from None
     try:
         yield
     finally:

@@ -123,10 +123,8 @@ def _prefix() -> str:
 
 
 def _job(pid: int) -> str:
-    start = (
-        f"{os.environ.get('MASTER_ADDR')}:{os.environ['MASTER_PORT']}" if "MASTER_PORT" in os.environ else f"pid {pid}"
-    )
-    return os.environ.get("SLURM_JOB_ID") or start
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return os.environ.get("SLURM_JOB_ID") or (f"pid {pid}" if port is None else f"{address}:{port}")
 
 
 def _started(pid: int) -> str | None:

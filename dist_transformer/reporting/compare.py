@@ -219,9 +219,7 @@ def _measures(stories: Sequence[Named]) -> list[str]:
 
 def _best(values: Sequence[Any], highest: bool) -> int | None:
     """Index of the best value; None if all are equal, or fewer than two are known."""
-    known = [
-        (value, place) for place, value in enumerate(values) if isinstance(value, int | float) and np.isfinite(value)
-    ]
+    known = [(value, run) for run, value in enumerate(values) if isinstance(value, int | float) and np.isfinite(value)]
     if len({value for value, _ in known}) < 2:
         return None
     return max(known)[1] if highest else min(known)[1]
@@ -273,14 +271,12 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
     return found + differences(stories, ["data.filters.", *settings_of_measure(key)])
 
 
-def why_evaluated_otherwise(
-    stories: Sequence[RunStory], evaluations: Sequence[Record], name: str, measure: str
-) -> list[str]:
+def why_evaluated_otherwise(stories: Sequence[RunStory], scores: Sequence[Record], name: str, key: str) -> list[str]:
     """Settings by which results of `evaluate`, none of them empty, differ between runs under this name."""
-    keys = (*OF_EVALUATION, f"{measure}_signature")
-    known = [{**{key: each.get(key) for key in keys}, **search_of(each)} for each in evaluations]
+    keys = (*OF_EVALUATION, f"{key}_signature")
+    known = [{**{key: each.get(key) for key in keys}, **search_of(each)} for each in scores]
     found = [key for key, value in known[0].items() if any(each.get(key, value) != value for each in known)]
-    if all("source_sha256" in each for each in evaluations):
+    if all("source_sha256" in each for each in scores):
         return found
     of_split = f"data.{name}" if name in ("test", "validation") else f"data.more_validation.{name}"
     return found or _other_text(stories, of_split)  # from a version that did not record what it scored

@@ -243,9 +243,8 @@ def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, An
     """Settings that differ from the defaults, as (value, default), without those of the run's name and files."""
     defaults, corpus = _default_settings(settings), CorpusConfig().model_dump(mode="json")
     expected = {key: defaults.get(key, corpus.get(key.rpartition(".")[2])) for key in settings}
-    return {
-        key: (value, expected[key]) for key, value in settings.items() if value != expected[key] and key not in PLACES
-    }
+    differing = (key for key, value in settings.items() if value != expected[key] and key not in PLACES)
+    return {key: (settings[key], expected[key]) for key in differing}
 
 
 def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

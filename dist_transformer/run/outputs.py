@@ -78,9 +78,8 @@ def holds_only(folder: Path, paths: Collection[Path] = ()) -> bool:
 
 def is_stream(path: Path) -> bool:
     """True if the path is a device, a pipe or an open stream: written to, and never replaced."""
-    return str(path.absolute()).startswith(STREAMS) or (
-        os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-    )
+    is_other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    return is_other or str(path.absolute()).startswith(STREAMS)
 
 
 def write_output(path: Path, text: str) -> None:

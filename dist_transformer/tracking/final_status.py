@@ -1,6 +1,5 @@
 """Reports to MLflow what a start did not: its end, if it was killed, or all of it, if it was not tracked."""
 
-import importlib
 import logging
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from dist_transformer.run.records import read_record
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
 from dist_transformer.tracking.tracker import memory_of, model_event, target_of
 
-_ADAPTER = "dist_transformer.tracking.mlflow_client"
 log = logging.getLogger(__name__)
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
@@ -64,7 +62,8 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
         add_event(run_dir.tracking_events, "status", {"status": status})
     if has_arrived(run_dir):
         return None
-    importlib.import_module(_ADAPTER)  # takes seconds on a busy machine, which must not count against the server's
+    import dist_transformer.tracking.mlflow_client  # noqa: F401  (takes seconds, which must not count against the server's)
+
     shipper = BackgroundShipper(Shipper(run_dir, target, memory))
     shipper.start()
     return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.quoted}"

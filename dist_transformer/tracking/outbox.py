@@ -87,19 +87,16 @@ class DeliveryState:
 
     def advance(self, channel: str, offset: int) -> None:
         offsets = {each: self.offset(each) for each in CHANNELS} | {channel: offset}
-        self.outbox_offset = min(offsets.values())
-        self.ahead = {
-            each: offset - self.outbox_offset for each, offset in offsets.items() if offset > self.outbox_offset
-        }
+        self.outbox_offset = least = min(offsets.values())
+        self.ahead = {each: offset - least for each, offset in offsets.items() if offset > least}
 
     def is_followed_elsewhere(self, address: str) -> bool:
         """True if the run began at another address; a missing sqlite file counts as moved together with its runs."""
         if self.uri in (None, address):
             return False
         old, new = (Path(uri.removeprefix("sqlite:///")) for uri in (str(self.uri), address))
-        return not (
-            new.is_absolute() and new.is_file() and old.is_absolute() and not old.exists() and old.name == new.name
-        )
+        are_files = old.is_absolute() and new.is_absolute() and old.name == new.name
+        return not (are_files and new.is_file() and not old.exists())
 
     def save(self, path: Path) -> None:
         write_json(path, _ADAPTER.dump_python(self, by_alias=True))

@@ -202,10 +202,8 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
 
     Raises UserError with the server's answer if it does not accept it.
     """
-    target = target_of(settings, run_dir, default_store)
-    return _insisting(
-        Shipper(run_dir, target, memory_of(run_dir)).deliver_all, target, f"the history of {run_dir.path}"
-    )
+    shipper = Shipper(run_dir, target := target_of(settings, run_dir, default_store), memory_of(run_dir))
+    return _insisting(shipper.deliver_all, target, f"the history of {run_dir.path}")
 
 
 def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path) -> Delivery:
