@@ -109,9 +109,7 @@ def can_norm(x: Tensor, y: Tensor, norm: nn.Module, alpha: float) -> bool:
     """True if `add_and_norm` computes norm(alpha x + y): on CUDA, of one 16-bit type, of a size that is worth it."""
     if not x.is_cuda or x.itemsize != 2 or x.numel() < LEAST_ELEMENTS // 4 or not has_kernels():
         return False
-    is_plain = (
-        isinstance(norm, nn.LayerNorm) and alpha == 1 and not hasattr(norm.weight, "ds_id")
-    )  # ZeRO 3 has parts of it
+    is_plain = isinstance(norm, nn.LayerNorm) and alpha == 1 and not hasattr(norm.weight, "ds_id")  # ZeRO 3's
     return is_plain and x.dtype == y.dtype == norm.weight.dtype and x.is_contiguous() and y.is_contiguous()
 
 

@@ -241,13 +241,11 @@ class Transformer(nn.Module):
             hidden_BSD = self._layer(layer, None, hidden_BSD, mask_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
-    def _decode_joined(
-        self, source: Tensor, target_in: Tensor, target_out: Tensor, shapes: Shapes
-    ) -> tuple[Tensor, Tensor]:
+    def _decode_joined(self, source: Tensor, given: Tensor, wanted: Tensor, shapes: Shapes) -> tuple[Tensor, Tensor]:
         """Returns the decoder's last hidden states (N, D) and the token after each (N,)."""
         of_source, places_M = self._joined(source, [(b, s, m) for b, s, _, m, _ in shapes])
-        of_target, places_N = self._joined(target_out, [(b, t, n) for b, _, t, _, n in shapes])
-        source_1M, target_1N = source[of_source.real_N][None], target_in[of_target.real_N][None]
+        of_target, places_N = self._joined(wanted, [(b, t, n) for b, _, t, _, n in shapes])
+        source_1M, target_1N = source[of_source.real_N][None], given[of_target.real_N][None]
         memory_1MD = self._embed(self.source_embedding, self.source_positions, source_1M, places=places_M)
         hidden_1ND = self._embed(self.target_embedding, self.target_positions, target_1N, places=places_N)
         for layer in self.encoder_layers:
@@ -255,7 +253,7 @@ class Transformer(nn.Module):
         memory_1MD = self.encoder_norm(memory_1MD)
         for layer in self.decoder_layers:
             hidden_1ND = self._layer(layer, of_target, hidden_1ND, memory_1MD, None, (of_source, of_target))
-        return self.decoder_norm(hidden_1ND).squeeze(0), target_out[of_target.real_N]
+        return self.decoder_norm(hidden_1ND).squeeze(0), wanted[of_target.real_N]
 
     def _joined(self, tokens: Tensor, shapes: Sequence[tuple[int, int, int]]) -> tuple[Joined, tuple[int, Tensor]]:
         """Returns a side of batches, of which `shapes` are rows, length and number of tokens, and the places for `_embed`."""

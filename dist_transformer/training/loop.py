@@ -156,9 +156,7 @@ class Loop:
         slots, at_once = -(-self._config.data.lanes // self._ranks.num_ranks), self._config.training.lanes_per_pass
         for first in range(0, slots, at_once):
             self._run.watchdog.progress(f"computing step {state.step + 1}, micro-batch {first + 1} of {slots}")
-            found = [
-                micro_batch for micro_batch in batch.micro_batches[first : first + at_once] if micro_batch is not None
-            ]
+            found = [each for each in batch.micro_batches[first : first + at_once] if each is not None]
             if self._config.training.zero_stage == 3:  # as many look-ups, and so as many gathers, on each rank
                 found += [self._weightless] * (min(at_once, slots - first) - len(found))
             lane = self._ranks.rank + first * self._ranks.num_ranks
