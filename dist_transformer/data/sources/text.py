@@ -17,16 +17,9 @@ def decoded(lines: Sequence[bytes | None]) -> tuple[Texts, list[int]]:
     try:
         return [None if line is None else line.decode("utf-8") for line in lines], []
     except UnicodeDecodeError:
-        bad = [position for position, line in enumerate(lines) if line is not None and not is_utf8(line)]
-        return [None if line is None else line.decode("utf-8", errors="replace") for line in lines], bad
-
-
-def is_utf8(line: bytes) -> bool:
-    try:
-        line.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+        texts = [None if line is None else line.decode("utf-8", errors="replace") for line in lines]
+        again = [None if text is None else text.encode() for text in texts]
+        return texts, [position for position, line in enumerate(lines) if line != again[position]]
 
 
 def normalized(texts: Texts, form: Normalization) -> Texts:
