@@ -76,8 +76,9 @@ def test_a_node_from_which_rank_0_is_not_reached_is_named_by_that(tmp_path):
     program = """
 import sys, time
 from pathlib import Path
-from dist_transformer.preflight.measure import RankRecord, _measure_together
-sys.exit(_measure_together(RankRecord(1, "n2", 2, 1, "cpu"), Path(sys.argv[1]), time.monotonic() + 3))
+from dist_transformer.preflight.measure import _measure_together
+record = {"node": "n2", "versions": {}, "measures": {}, "together": "was not done with joining the others"}
+sys.exit(_measure_together(record, Path(sys.argv[1]), time.monotonic() + 3))
 """
     environment = {**without(NOT_INHERITED), **rank_environment(1, 2, free_port())}  # where nothing listens
     command = [sys.executable, "-c", program, str(rank_file(tmp_path, 1))]
