@@ -116,7 +116,6 @@ class RunStory:
     outdated: list[str]
     checkpoints: list[SavedCheckpoint]
     prepared: PreparedCorpus | None
-    tracking: Record
     changes: Sequence[Record] = ()
     goodput: Goodput | None = None
     faults: Sequence[Record] = ()
@@ -221,7 +220,6 @@ def read_story(run_dir: RunDir) -> RunStory:
         outdated=outdated,
         checkpoints=[*_checkpoints(run_dir)],
         prepared=_prepared(run_dir, settings),
-        tracking=read_record(run_dir.tracking),
         goodput=goodput_of(run_dir, time.time()),
         faults=[record for record in records if record["event"] == "fault"],
         changes=[record for record in records if isinstance(record.get("settings"), dict)],

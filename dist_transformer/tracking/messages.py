@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dist_transformer.files import file_sha256
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.tracking.content import Model, Point, files_of
@@ -156,9 +157,7 @@ def folder_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     with local_files_refused():
         for file in (each for each in files_of(folder) if each != folder / "README.md"):
-            with file.open("rb") as content:
-                line = f"{file.relative_to(folder)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n"
-            digest.update(line.encode())
+            digest.update(f"{file.relative_to(folder)} {file_sha256(file)}\n".encode())
     return digest.hexdigest()
 
 
