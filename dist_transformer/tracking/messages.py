@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dist_transformer.files import file_sha256
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
-from dist_transformer.tracking.content import Model, Point, files_of
-from dist_transformer.tracking.outbox import CannotBeSent, local_files_refused
+from dist_transformer.tracking.outbox import CannotBeSent, Model, Point, files_of, local_files_refused
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun

@@ -24,10 +24,10 @@ from urllib.parse import unquote, urlsplit
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
-from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.outbox import (
     DeliveryState,
     NotValid,
+    Point,
     ServerRefused,
     ServerTrouble,
     Target,

@@ -16,9 +16,8 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model as MlflowModel
 
-from dist_transformer.tracking.content import UPLOAD_MEGABYTES, Model, Point, megabytes_of
 from dist_transformer.tracking.mlflow_client import TrackedRun, artifact_errors, patient_requests, translated_errors
-from dist_transformer.tracking.outbox import local_files_refused
+from dist_transformer.tracking.outbox import UPLOAD_MEGABYTES, Model, Point, local_files_refused, megabytes_of
 from dist_transformer.tracking.pyfunc_folder import check_translates, pyfunc_folder
 
 logger = logging.getLogger(__name__)

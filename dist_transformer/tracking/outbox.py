@@ -1,4 +1,4 @@
-"""Outbox of events for MLflow in the run folder, and the state of their delivery.
+"""Outbox of events for MLflow in the run folder, their content, and the state of their delivery.
 
 tracking_events.jsonl  the outbox: one line for each start, checkpoint, final model and change of status, in order.
                        Points are not here: metrics.jsonl holds them.
@@ -13,11 +13,11 @@ channel is in order and has its own offset, so that quick events do not wait for
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
@@ -29,8 +29,37 @@ logger = logging.getLogger(__name__)
 PROMPT_CHANNELS = ("status", "words", "files")
 CHANNELS = (*PROMPT_CHANNELS, "figures", "model")
 """Channels by priority; those that are not prompt wait for the end of a start, after its status."""
+UPLOAD_MEGABYTES = 2000
+"""Largest model folder that is uploaded (a model of 500 million weights); of a larger one MLflow has path and digest."""
 
 Bytes = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one curve; `time_ms` is unix time in milliseconds."""
+
+    key: str
+    value: float
+    step: int
+    time_ms: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder to be sent to MLflow. `upload`: a folder that does not exist yet, for the copy in MLflow's format;
+    `decoding`: the settings it translates with; `register_as`: None for none.
+    """
+
+    folder: Path
+    sha256: str
+    step: int
+    upload: Path
+    decoding: Mapping[str, Any] = field(default_factory=dict)
+    register_as: str | None = None
+    alias: str | None = None
+    by_hand: bool = False
+    """True if requested by a user: the alias is set even if this version had it before."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +153,15 @@ def local_files_refused() -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise CannotBeSent(f"{type(error).__name__}: {error}") from None
+
+
+def megabytes_of(folder: Path) -> float:
+    """Size of all files below `folder`, in units of 2**20 bytes. Raises as `files_of`."""
+    return sum(file.stat().st_size for file in files_of(folder)) / 2**20
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below `folder`, sorted. Raises FileNotFoundError if it is no folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not there any more")
+    return sorted(path for path in folder.rglob("*") if path.is_file())

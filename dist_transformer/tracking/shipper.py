@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
-from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.messages import OVERRIDDEN, REPLACED, goes_by, points_of, send_event
 from dist_transformer.tracking.outbox import (
     CHANNELS,
@@ -27,6 +26,7 @@ from dist_transformer.tracking.outbox import (
     DeliveryState,
     FolderTrouble,
     NotValid,
+    Point,
     ServerRefused,
     ServerTrouble,
     Target,

@@ -29,16 +29,17 @@ from dist_transformer.files import FULL, MISPLACED, read_json, repeatedly
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_line, event_line, read_records
 from dist_transformer.run.records import read_record, sound
-from dist_transformer.tracking.content import UPLOAD_MEGABYTES, megabytes_of
 from dist_transformer.tracking.messages import send_model
 from dist_transformer.tracking.outbox import (
     CHANNELS,
+    UPLOAD_MEGABYTES,
     DeliveryState,
     FolderTrouble,
     ServerRefused,
     ServerTrouble,
     Target,
     load_memory,
+    megabytes_of,
 )
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
 

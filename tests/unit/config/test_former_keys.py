@@ -19,7 +19,7 @@ MODULES = {
     "checkpoints.save_attempts": "training.checkpoint.async_writer",
     "data.read_attempts": "data.sources.retries",
     "tracking.close_seconds": "tracking.tracker",
-    "tracking.upload_megabytes": "tracking.content",
+    "tracking.upload_megabytes": "tracking.outbox",
     "training.loss_scale_window": "training.engine.engine",
     "training.initial_loss_scale": "training.engine.engine",
     "slurm.preflight_seconds": "cluster.script",

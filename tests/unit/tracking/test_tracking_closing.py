@@ -28,10 +28,9 @@ from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import mlflow_client, mlflow_models, shipper
-from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.final_status import has_arrived
 from dist_transformer.tracking.mlflow_client import TrackedRun
-from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, ServerTrouble, Target, load_memory
+from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, Point, ServerTrouble, Target, load_memory
 from dist_transformer.tracking.shipper import Shipper
 from dist_transformer.tracking.tracker import Tracker
 

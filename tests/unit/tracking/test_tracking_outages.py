@@ -29,9 +29,8 @@ from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import shipper
-from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.mlflow_client import TrackedRun, artifact_errors, patient_requests
-from dist_transformer.tracking.outbox import ServerTrouble
+from dist_transformer.tracking.outbox import Point, ServerTrouble
 from dist_transformer.tracking.tracker import sync
 
 
