@@ -214,11 +214,8 @@ class TrackedRun:
         inputs = []
         for values in (each for each in datasets if {"name", "digest", "source", "context"} <= each.keys()):
             name, context, source = values["name"], values["context"], str(values["source"])
-            kind, said = "local", json.dumps({"uri": source})
-            if source.startswith("{"):  # a description of ours
-                kind, said = "corpus", source
-            elif source.startswith(("http://", "https://")):
-                kind, said = "http", json.dumps({"url": source})
+            is_ours = source.startswith("{")  # a description of ours, else a folder
+            kind, said = ("corpus", source) if is_ours else ("local", json.dumps({"uri": source}))
             profile = json.dumps({key: values[key] for key in values if key not in ("name", "context", "source")})
             dataset = Dataset(name, values["digest"][:LONGEST_DIGEST], kind, said, profile=profile)
             inputs.append(DatasetInput(dataset, [InputTag(CONTEXT_TAG, context)]))
