@@ -3,12 +3,13 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.tail import GrowingFile, end_of_last_line, last_lines
+from dist_transformer.run.tail import end_of_last_line, last_lines, lines_from
 
 MAX_TAIL_BYTES = 16 << 20
 """Bytes from the end that are searched for lines: those of one rank may be few."""
@@ -85,15 +86,20 @@ def follow(
     """
     end = end_of_last_line(path)
     yield from tail(path, num_lines, rank, end)
-    file, show = GrowingFile(path, end), rank_filter(path, rank)
+    show = rank_filter(path, rank)
     for over in _looks(is_over):
-        yield from (text for line in file.new_lines() if (text := show(line)) is not None)
+        with suppress(FileNotFoundError):
+            end = end if path.stat().st_size >= end else 0  # a file that was cut is read from its beginning
+            for line, after in lines_from(path, end):
+                end = after
+                if (text := show(line[:-1].decode(errors="replace"))) is not None:
+                    yield text
         newest = find_newest()
-        if newest is not None and newest != file.path and newest.stat().st_mtime > file.path.stat().st_mtime:
+        if newest is not None and newest != path and newest.stat().st_mtime > path.stat().st_mtime:
             yield f"--- {newest}"
-            file, show = GrowingFile(newest), rank_filter(newest, rank)
+            path, end, show = newest, 0, rank_filter(newest, rank)
         elif over:
-            if rest := show(file.unfinished_line()):
+            if rest := show(next(last_lines(path, MAX_TAIL_BYTES), "")):
                 yield rest
             return
 

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from dist_transformer.errors import say
 from dist_transformer.files import repeatedly, replacing
 from dist_transformer.run.records import records_of
-from dist_transformer.run.tail import end_of_last_line, lines_backwards
+from dist_transformer.run.tail import end_of_last_line, lines_backwards, lines_from
 
 logger = logging.getLogger(__name__)
 
@@ -140,19 +140,14 @@ def read_records_from(path: Path, offset: int, events: Collection[str] = ()) -> 
     names = [f'"{event}"'.encode() for event in events]
     if not path.is_file():
         return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            if names and not any(name in line for name in names):
-                continue  # not parsed, which takes most of the time
-            record = _decode(line)
-            if record is None:
-                logger.warning("%s: the line that ends at byte %d is damaged and skipped", path, offset)
-            elif not events or record["event"] in events:
-                yield record, offset
+    for line, end in lines_from(path, offset):
+        if names and not any(name in line for name in names):
+            continue  # not parsed, which takes most of the time
+        record = _decode(line)
+        if record is None:
+            logger.warning("%s: the line that ends at byte %d is damaged and skipped", path, end)
+        elif not events or record["event"] in events:
+            yield record, end
 
 
 def _remove_torn_line(path: Path) -> None:

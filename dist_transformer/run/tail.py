@@ -1,4 +1,4 @@
-"""Reading of the end of a file that may be huge and still grows, in pieces."""
+"""Reading of lines of a file that may be huge and still grows: the last ones in pieces, new ones from an offset."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,28 +43,12 @@ def end_of_last_line(path: Path) -> int:
     return size - len(next(lines_backwards(path, size)))
 
 
-class GrowingFile:
-    """Reads the lines that are appended to a file. It may be missing at first."""
-
-    def __init__(self, path: Path, position: int = 0) -> None:
-        self.path = path
-        self._position = position
-        self._rest = b""
-
-    def new_lines(self) -> Iterator[str]:
-        """Yields the lines completed since the last call; a file that was truncated is read from its beginning."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._position:
-                    self._position, self._rest = 0, b""
-                file.seek(self._position)
-                while piece := file.read(PIECE_BYTES):
-                    self._position += len(piece)
-                    *lines, self._rest = (self._rest + piece).split(b"\n")
-                    yield from (line.decode(errors="replace") for line in lines)
-        except FileNotFoundError:
-            return
-
-    def unfinished_line(self) -> str:
-        """Returns the text after the last line break."""
-        return self._rest.decode(errors="replace")
+def lines_from(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """Yields the complete lines after byte `offset`, each with the offset of its end, at which a later call may begin."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield line, offset

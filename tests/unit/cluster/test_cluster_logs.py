@@ -10,7 +10,7 @@ from watched_run import make_run
 from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.tail import GrowingFile, end_of_last_line, last_lines
+from dist_transformer.run.tail import end_of_last_line, last_lines
 
 
 @pytest.fixture
@@ -50,7 +50,6 @@ def test_a_huge_file_is_read_from_its_end_alone(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
     assert list(last_lines(tmp_path / "none")) == []
-    assert list(GrowingFile(tmp_path / "none").new_lines()) == []
 
 
 def test_the_newest_log_of_a_job_comes_before_that_of_rank_0(run_dir: RunDir) -> None:
@@ -159,12 +158,19 @@ def test_slurm_is_not_asked_at_every_look(run_dir: RunDir, monkeypatch: pytest.M
     assert sum(looks) == 20
 
 
-def test_a_file_that_was_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
-    path = write(tmp_path / "log", "long line\n")
-    file = GrowingFile(path)
-    assert list(file.new_lines()) == ["long line"]
-    path.write_text("new\n")
-    assert list(file.new_lines()) == ["new"]
+def test_a_log_that_was_cut_is_read_from_its_beginning_and_one_that_is_gone_waited_for(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(run_dir.slurm / "job-5.log", "long line\n")
+    over: list[bool] = []
+    happens(
+        monkeypatch,
+        path.unlink,
+        lambda: path.write_text("new\n"),
+        lambda: over.append(True),
+        *[lambda: None] * 40,
+    )
+    assert list(follow(lambda: path, path, 5, None, lambda: bool(over))) == ["long line", "new"]
 
 
 def test_the_stacks_of_the_newest_attempt_that_hung_are_found_in_the_log(run_dir: RunDir) -> None:
