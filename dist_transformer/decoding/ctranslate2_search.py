@@ -43,9 +43,7 @@ class CTranslate2Searcher:
         """
         for name, field in type(config).model_fields.items():
             if name not in SUPPORTED and getattr(config, name) != field.default:
-                raise UserError(
-                    f"--{name.replace('_', '-')}: not with CTranslate2; take the engine torch, or leave it out"
-                )
+                raise UserError(f"--{name.replace('_', '-')}: not with CTranslate2; take --engine torch, or drop it")
         self.config = config
         if ctranslate2_export.is_exported(folder):
             self._load(folder, device)
