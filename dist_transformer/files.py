@@ -43,10 +43,8 @@ def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = A
     except OSError as error:
         if error.errno in final:
             raise
-        raise MachineError(
-            f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. "
-            f"{closed_by(error) or 'Start again when its disk answers'}"
-        ) from error
+        then, attempts = closed_by(error) or "Start again when its disk answers", len(PAUSES_SECONDS) + 1
+        raise MachineError(f"{path}: cannot be read now ({error}), after {attempts} attempts. {then}") from error
 
 
 def repeatedly(path: Path, act: Callable[[], Result], final: Collection[int], done: str = "read") -> Result:

@@ -89,10 +89,8 @@ def find(key: str, given: str) -> Plugin:
     if not colon:
         entries = {each.name: each.value for each in entry_points(group=GROUP)}
         if given not in entries:
-            raise UserError(
-                f"{key}: no installed package has an entry point {given!r} of the group {GROUP} "
-                f"(there: {', '.join(sorted(entries)) or 'none'}); {FORMS}"
-            )
+            there = ", ".join(sorted(entries)) or "none"
+            raise UserError(f"{key}: no installed package has an entry point {given!r} (there: {there}); {FORMS}")
         place, _, name = entries[given].partition(":")
     is_file = place.endswith(".py")
     file = Path(place).expanduser().absolute() if is_file else _file_of_module(place)

@@ -101,10 +101,8 @@ def _no_log(target: RunRef, named: str | None) -> UserError:
         why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""
         return UserError(f"{folder}: has no log yet: job {target.job_id} is {job.state}{why}")
     if named is not None:
-        return UserError(
-            f"job {named} wrote no log in {target.run_dir.slurm}; a script started by hand writes slurm-{named}.out where "
-            "sbatch was called"
-        )
+        by_hand = f"a script started by hand writes slurm-{named}.out where sbatch was called"
+        return UserError(f"job {named} wrote no log in {target.run_dir.slurm}; {by_hand}")
     if job is not None:
         return UserError(f"{folder}: has no log: job {target.job_id} is over ({job.state}) and wrote none")
     return UserError(f"{folder}: has no log yet: its job has not started, or nothing was ever started here")

@@ -61,11 +61,8 @@ def score_command(
             print(" ".join(f"{value:.4f}" for value in (found if per_token else [sum(found)])), flush=True)
     if num_tokens:
         mean, longer = total / num_tokens, f", {num_longer:,} of them too long" if num_longer else ""
-        print(
-            f"{num_sources:,} pairs{longer}, {num_tokens:,} target tokens, log-probability {mean:.4f} per token, "
-            f"perplexity {math.exp(-mean):.2f}",
-            file=sys.stderr,
-        )
+        tokens = f"{num_tokens:,} target tokens, log-probability {mean:.4f} per token"
+        print(f"{num_sources:,} pairs{longer}, {tokens}, perplexity {math.exp(-mean):.2f}", file=sys.stderr)
 
 
 def rerank_command(

@@ -145,17 +145,13 @@ def _rank_problems(config: Config) -> Iterator[str]:
     slurm = config.slurm
     yield from check_lanes(config.data, slurm)
     if slurm.gpus_per_node not in (0, slurm.ranks_per_node):
-        yield (
-            f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; a rank uses "
-            "one GPU, so give as many in slurm.ranks_per_node"
-        )
+        given = f"{slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node"
+        yield f"slurm.gpus_per_node: {given}; a rank uses one GPU, so give as many in slurm.ranks_per_node"
     gres = ",".join(listed(slurm.sbatch.get("gres") or ()))
     counts = [item.rpartition(":")[2] for item in gres.split(",") if item.partition(":")[0] == "gpu"]
     if counts and sum(int(count) if count.isdecimal() else 1 for count in counts) != slurm.gpus_per_node:
-        yield (
-            f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is {slurm.gpus_per_node} (0: CPU training); give "
-            "their number there too"
-        )
+        number = f"slurm.gpus_per_node is {slurm.gpus_per_node} (0: CPU training)"
+        yield f"slurm.sbatch.gres: {gres!r} is given, but {number}; give their number there too"
 
 
 def _checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
@@ -189,10 +185,8 @@ def name_problems(run_dir: RunDir) -> Iterator[str]:
     if re.search(r"[\n\\\ud800-\udfff]", path):
         yield f"run.root: {path!r}: sbatch cannot write logs below a path with a backslash, line break or invalid UTF-8"
     if ":" in path:
-        yield (
-            f"run.root: {path!r}: the job finds its code, which lies in the run folder, by PYTHONPATH, and that ends a path "
-            "at ':'; choose a folder without it (an existing run folder can be moved)"
-        )
+        why = "the job finds its code, which lies in the run folder, by PYTHONPATH, and that ends a path at ':'"
+        yield f"run.root: {path!r}: {why}; choose a folder without it (an existing run folder can be moved)"
 
 
 def _folder_problems(run_dir: RunDir, checkpoints_bytes: int) -> Iterator[str]:

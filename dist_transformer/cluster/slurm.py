@@ -59,10 +59,8 @@ def submit_script(arguments: Sequence[str]) -> str:
         advice = next((advice for words, advice in _REFUSALS.items() if re.search(words, str(refusal))), REFUSED)
         raise SlurmError(f"{refusal}\n  {advice}")
     said = str(refusal or answer).partition("\n  command:")[0].strip()
-    raise PerhapsSubmitted(
-        f"Slurm may have the job, but sbatch answered {said!r}: expected a job id; look with `squeue --me` whether the job is "
-        "there, end it with scancel, and submit again"
-    )
+    look = "look with `squeue --me` whether the job is there, end it with scancel, and submit again"
+    raise PerhapsSubmitted(f"Slurm may have the job, but sbatch answered {said!r}: expected a job id; {look}")
 
 
 def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:

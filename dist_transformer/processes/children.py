@@ -48,10 +48,9 @@ class Signals:
                     for number in self.came:
                         process.send_signal(_FORWARDED_AS[signal.Signals(number)])
         except OSError as error:
-            raise MachineError(
-                f"process {len(self.processes) + 1} of this machine cannot be started: {error}; look at `ulimit -a`, at "
-                "the memory and at the number of processes"
-            ) from error
+            which = f"process {len(self.processes) + 1} of this machine"
+            look = "look at `ulimit -a`, at the memory and at the number of processes"
+            raise MachineError(f"{which} cannot be started: {error}; {look}") from error
 
 
 class Forked:
