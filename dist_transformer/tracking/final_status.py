@@ -1,6 +1,5 @@
 """Reports to MLflow what a start did not: its end, if it was killed, or all of it, if it was not tracked."""
 
-import logging
 from pathlib import Path
 
 from dist_transformer.config.credentials import without_credentials
@@ -11,9 +10,8 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_event, read_records, read_records_from
 from dist_transformer.run.records import read_record
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
-from dist_transformer.tracking.tracker import memory_of, model_event, target_of
+from dist_transformer.tracking.tracker import memory_of, target_of, usable_model
 
-log = logging.getLogger(__name__)
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
 
@@ -32,13 +30,8 @@ def add_untracked(run_dir: RunDir) -> None:
         text = without_credentials(run_dir.config.read_text(encoding="utf-8"))
         add_event(events, "start", {"parameters": parameters, "tags": {"model": config.model.preset}, "config": text})
         add_event(events, "samples", {})
-        if run_dir.model.is_dir():
-            try:
-                model = model_event(run_dir, config.tracking, run_dir.model)
-            except (OSError, ValueError, UserError) as error:
-                log.warning("MLflow does not get the model %s: %s", run_dir.model, error)
-            else:
-                add_event(events, "model", model)
+        if run_dir.model.is_dir() and (model := usable_model(run_dir, config.tracking, run_dir.model)):
+            add_event(events, "model", model)
     status = _STATUSES.get(str(read_record(run_dir.state).get("state")), said)
     if status != said and not (said and config.tracking.enabled):
         add_event(events, "status", {"status": status})

@@ -24,15 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
-from dist_transformer.tracking.outbox import (
-    DeliveryState,
-    NotValid,
-    Point,
-    ServerRefused,
-    ServerTrouble,
-    Target,
-    local_files_refused,
-)
+from dist_transformer.tracking import outbox
 
 # By default MLflow retries for 4 minutes (server down) or 20 (frozen) and then raises; here the shipper retries.
 # An empty variable counts as unset.
@@ -67,7 +59,7 @@ REPLACES_TAG = "dist_transformer.replaces_run"
 NOTE_TAG, OUR_NOTE_TAG = "mlflow.note.content", "dist_transformer.note_sha256"
 TABLES_TAG = "mlflow.loggedArtifacts"
 REFUSALS = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "RESOURCE_DOES_NOT_EXIST")
-KINDS_OF_ERRORS = {"INVALID_PARAMETER_VALUE": NotValid, **dict.fromkeys(REFUSALS, ServerRefused)}
+KINDS_OF_ERRORS = {"INVALID_PARAMETER_VALUE": outbox.NotValid, **dict.fromkeys(REFUSALS, outbox.ServerRefused)}
 REFUSING_STATUSES = {400, 404, 405, 413}
 REMEDIES = {
     "Invalid Host header": "start the server with --allowed-hosts 'NAME,NAME:*', NAME being the host of tracking.uri",
@@ -93,8 +85,6 @@ _NO_SERVER = (
     r"ConnectionPool\(host='(?P<host>[^']+)', port=(?P<port>\d+)\).*"
     r"(?P<cause>Connection refused|No route to host|Name or service not known|Network is unreachable|timed out)"
 )
-METRICS_A_BATCH = 900
-"""Points per request; the server accepts 1,000."""
 PARAMETERS_A_BATCH = 100
 LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
@@ -119,7 +109,7 @@ class TrackedRun:
         """Newest step of this event's curves when the run was opened; -1 without a point."""
         return max((step for key, step in self._newest_steps.items() if key.startswith(f"{event}/")), default=-1)
 
-    def log_points(self, points: Sequence[Point]) -> None:
+    def log_points(self, points: Sequence[outbox.Point]) -> None:
         """Sends the points after the newest steps that the server had when the run was opened.
 
         So no step is stored twice if an answer was lost, even if training was rolled back meanwhile.
@@ -127,7 +117,7 @@ class TrackedRun:
         fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), -1)]
         self.log_all_points(fresh)
 
-    def lost(self, points: Iterable[Point]) -> list[Point]:
+    def lost(self, points: Iterable[outbox.Point]) -> list[outbox.Point]:
         """The points that the server has not, of curves that it had when the run was opened.
 
         Not those of steps that were trained again: of an attempt that was further before, the server has later steps.
@@ -175,7 +165,7 @@ class TrackedRun:
                 self.client.update_run(self.run_id, status=status)
 
     def log_text(self, text: str, name: str) -> None:
-        with translated_errors(), local_files_refused(), artifact_errors():
+        with translated_errors(), outbox.local_files_refused(), artifact_errors():
             self.client.log_text(self.run_id, text, name)
 
     def log_table(self, rows: Iterable[Sequence[Any]], columns: Sequence[str], name: str) -> None:
@@ -188,7 +178,7 @@ class TrackedRun:
             self.set_tags({TABLES_TAG: json.dumps([*tables, entry])})
 
     def log_file(self, file: Path) -> None:
-        with translated_errors(), local_files_refused(), artifact_errors():
+        with translated_errors(), outbox.local_files_refused(), artifact_errors():
             self.client.log_artifact(self.run_id, str(file))
 
     def describe(self, text: str) -> None:
@@ -199,12 +189,12 @@ class TrackedRun:
         if not found or _digest(found) == tags.get(OUR_NOTE_TAG):
             self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: _digest(text)})
 
-    def log_all_points(self, points: Sequence[Point], model_id: str | None = None) -> None:
+    def log_all_points(self, points: Sequence[outbox.Point], model_id: str | None = None) -> None:
         """Logs points of the run, whatever the server has, that belong to one of its logged models, or to none."""
         finite = (point for point in points if math.isfinite(point.value))
         metrics = [Metric(valid_key(p.key), p.value, p.time_ms, p.step, model_id=model_id) for p in finite]
         with translated_errors():
-            self._log("metrics", metrics, METRICS_A_BATCH)
+            self._log("metrics", metrics, outbox.POINTS_A_BATCH)
 
     def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Logs corpora with `name`, `digest`, `source` and `context`; other values (rows, tokens) go into the profile.
@@ -228,7 +218,7 @@ class TrackedRun:
             self.client.log_batch(self.run_id, **{kind: entities[first : first + a_batch]}, synchronous=True)
 
 
-def _lacks(steps: Sequence[int], times: Sequence[int], point: Point) -> bool:
+def _lacks(steps: Sequence[int], times: Sequence[int], point: outbox.Point) -> bool:
     place = bisect_left(steps, point.step)
     return (
         point.step not in steps[place : place + 1]
@@ -236,7 +226,7 @@ def _lacks(steps: Sequence[int], times: Sequence[int], point: Point) -> bool:
     )
 
 
-def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
+def open_run(target: outbox.Target, memory: outbox.DeliveryState) -> TrackedRun:
     """The run of this run folder on the server: the recorded one, else the one with our tag, else a new one."""
     with translated_errors():
         if target.uri.startswith("sqlite:///"):
@@ -250,7 +240,7 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
             tags = {RUN_UID_TAG: memory.run_id} | ({REPLACES_TAG: memory.mlflow_run_id} if memory.mlflow_run_id else {})
             found = client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
         if not found.info.run_id or not found.info.experiment_id:
-            raise ServerTrouble("its answers are not those of MLflow: something else is at this address")
+            raise outbox.ServerTrouble("its answers are not those of MLflow: something else is at this address")
         experiment = client.get_experiment(found.info.experiment_id).name
         if experiment != target.experiment:
             words = "MLflow run %s stays in experiment %r: MLflow cannot move a run to %r (tracking.experiment)"
@@ -268,12 +258,12 @@ def artifact_errors() -> Iterator[None]:
     """Context of uploads: a store's client (boto3, Azure, ...) raises its own errors, and may not be installed."""
     try:
         yield
-    except (MlflowException, OSError, SQLAlchemyError, ServerTrouble):
+    except (MlflowException, OSError, SQLAlchemyError, outbox.ServerTrouble):
         raise
     except ImportError as error:
-        raise ServerRefused(f"the artifact store needs a package that is not installed: {error}") from None
+        raise outbox.ServerRefused(f"the artifact store needs a package that is not installed: {error}") from None
     except Exception as error:  # noqa: BLE001
-        raise ServerTrouble(explanation(f"the artifact store: {type(error).__name__}: {error}")) from None
+        raise outbox.ServerTrouble(explanation(f"the artifact store: {type(error).__name__}: {error}")) from None
 
 
 @contextmanager
@@ -296,17 +286,17 @@ def translated_errors() -> Iterator[None]:
         if isinstance(error.__cause__, MlflowException):  # the server's answer, which MLflow takes for a wrong argument
             error = error.__cause__
         is_deleted = "'active' state" in str(error)  # opened again, the run is restored
-        kind = ServerTrouble if is_deleted else KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
+        kind = outbox.ServerTrouble if is_deleted else KINDS_OF_ERRORS.get(error.error_code, outbox.ServerTrouble)
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.
         status = getattr(getattr(error, "response", None), "status_code", None)
-        kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble
+        kind = outbox.ServerRefused if status in REFUSING_STATUSES else outbox.ServerTrouble
         raise kind(explanation(f"{type(error).__name__}: {error}")) from None
     except ValueError as error:
         if "MLFLOW_" not in str(error):  # the variable whose value MLflow cannot read
             raise
-        raise ServerTrouble(explanation(str(error))) from None
+        raise outbox.ServerTrouble(explanation(str(error))) from None
 
 
 def explanation(message: str) -> str:
@@ -325,7 +315,7 @@ def valid_key(key: str) -> str:
     return f"__{valid[2:]}" if valid.startswith("..") else valid
 
 
-def _follow_moved_artifacts(target: Target, run_id: str, artifact_uri: str) -> None:
+def _follow_moved_artifacts(target: outbox.Target, run_id: str, artifact_uri: str) -> None:
     """Updates the paths in the database of a store without a server that was moved together with its runs: the next
     upload would create the old folder again. Raises OSError, sqlite3.Error: the database cannot be written now."""
     database = Path(target.uri.removeprefix("sqlite:///"))
@@ -351,7 +341,7 @@ def _create_database(database: Path) -> None:
                 MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)
 
 
-def _experiment_id(client: MlflowClient, target: Target) -> str:
+def _experiment_id(client: MlflowClient, target: outbox.Target) -> str:
     experiment = client.get_experiment_by_name(target.experiment)
     if experiment is None:
         served = target.uri.startswith(("http://", "https://", "databricks"))

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 PROMPT_CHANNELS = ("status", "words", "files")
 CHANNELS = (*PROMPT_CHANNELS, "figures", "model")
 """Channels by priority; those that are not prompt wait for the end of a start, after its status."""
+POINTS_A_BATCH = 900
+"""Points per request, after which tracking.json records the delivery; MLflow accepts 1,000."""
 UPLOAD_MEGABYTES = 2000
 """Largest model folder that is uploaded (a model of 500 million weights); of a larger one MLflow has path and digest."""
 

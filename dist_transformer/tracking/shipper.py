@@ -18,27 +18,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
+from dist_transformer.tracking import outbox
 from dist_transformer.tracking.messages import OVERRIDDEN, REPLACED, goes_by, points_of, send_event
-from dist_transformer.tracking.outbox import (
-    CHANNELS,
-    PROMPT_CHANNELS,
-    CannotBeSent,
-    DeliveryState,
-    FolderTrouble,
-    NotValid,
-    Point,
-    ServerRefused,
-    ServerTrouble,
-    Target,
-)
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun
 
 logger = logging.getLogger(__name__)
 
-POINTS_A_BATCH = 900
-"""Points per request, after which tracking.json records the delivery; MLflow accepts 1,000."""
 POLL_SECONDS = 2.0
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
@@ -67,7 +54,7 @@ class Shipper:
     Once `abandoned` is set it sends nothing more and leaves tracking.json alone.
     """
 
-    def __init__(self, run_dir: RunDir, target: Target, memory: DeliveryState) -> None:
+    def __init__(self, run_dir: RunDir, target: outbox.Target, memory: outbox.DeliveryState) -> None:
         self.folder, self._run_dir = run_dir.path, run_dir
         self._target, self._memory = target, memory
         self._run: TrackedRun | None = None
@@ -78,7 +65,7 @@ class Shipper:
         self.abandoned = threading.Event()
         self.newest_delivery = -math.inf  # by time.monotonic()
 
-    def deliver(self, channels: Sequence[str] = CHANNELS) -> Delivery:
+    def deliver(self, channels: Sequence[str] = outbox.CHANNELS) -> Delivery:
         """Runs one pass. Raises ServerTrouble; earlier deliveries are recorded, the rest is sent by the next pass.
 
         Also raises Abandoned, and FolderTrouble if the run folder cannot be read or written.
@@ -86,11 +73,11 @@ class Shipper:
         try:
             run = self._run = self._run or self._open_run()
             return self._deliver_to(run, channels)
-        except (ServerTrouble, OSError) as trouble:
+        except (outbox.ServerTrouble, OSError) as trouble:
             self._run = None  # the next pass opens the run anew: it may have been deleted meanwhile
-            if isinstance(trouble, ServerTrouble):
+            if isinstance(trouble, outbox.ServerTrouble):
                 raise
-            raise FolderTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
+            raise outbox.FolderTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
 
     def deliver_all(self) -> Delivery:
         """As `deliver`; then asks for every point, and sends what an old backup, restored amid training, does not have."""
@@ -115,7 +102,7 @@ class Shipper:
                 points += self._send_points(run)  # sent before the end of the run and before any upload
             try:
                 self._send_event(run, self._without_overridden(event, end), channel)
-            except ServerTrouble:
+            except outbox.ServerTrouble:
                 self._send_points(run)  # an event that must wait does not delay the curves
                 raise
             self._memory.advance(channel, end)
@@ -128,7 +115,7 @@ class Shipper:
 
     def _next_event(self, channels: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
-        for channel in CHANNELS:
+        for channel in outbox.CHANNELS:
             for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(channel)):
                 if not goes_by(event, channel) or (event["event"] in REPLACED and any(self._later(event, end))):
                     self._memory.advance(channel, end)
@@ -185,11 +172,11 @@ class Shipper:
         server steps only grow."""
         self._start_over_if_replaced()
         count, end = 0, self._offset
-        points, newest = list[Point](), dict(self._memory.sent)
+        points, newest = list[outbox.Point](), dict(self._memory.sent)
         for record, after in read_records_from(self._run_dir.metrics, self._offset):
             if {"step", "time"} <= record.keys() and record["step"] > newest.get(record["event"], -1):
                 found = points_of(record)
-                if points and len(points) + len(found) > POINTS_A_BATCH:
+                if points and len(points) + len(found) > outbox.POINTS_A_BATCH:
                     count += self._send_batch(run, points, newest, end)
                     points = []
                 if found:
@@ -201,7 +188,9 @@ class Shipper:
         self._offset = end
         return count
 
-    def _send_batch(self, run: "TrackedRun", points: Sequence[Point], newest: Mapping[str, int], end: int) -> int:
+    def _send_batch(
+        self, run: "TrackedRun", points: Sequence[outbox.Point], newest: Mapping[str, int], end: int
+    ) -> int:
         self._end_if_abandoned()
         count = self._log_points(run, points)
         self._memory.sent.update(newest)
@@ -210,13 +199,13 @@ class Shipper:
         self._offset = end
         return count
 
-    def _log_points(self, run: "TrackedRun", points: Sequence[Point]) -> int:
+    def _log_points(self, run: "TrackedRun", points: Sequence[outbox.Point]) -> int:
         """Logs points, and returns how many: of curves that the server refuses for good none, with one warning each."""
         points = [point for point in points if point.key not in self._left_out]
         try:
             run.log_points(points)
             return len(points)
-        except NotValid as refusal:
+        except outbox.NotValid as refusal:
             keys = {point.key for point in points}
             if len(keys) > 1:
                 return sum(self._log_points(run, [each for each in points if each.key == key]) for key in sorted(keys))
@@ -243,12 +232,12 @@ class Shipper:
             send_event(run, event, channel, self._run_dir)
             if event["event"] == "status":
                 run.remove_doubles(self._memory.run_id)
-        except ServerRefused as refusal:
+        except outbox.ServerRefused as refusal:
             self._end_if_abandoned()
             here = (channel, self._memory.offset(channel))
             said = f"MLflow refused the event {event['event']!r}, which is skipped: {refusal}"
             is_known = said in self._left_out  # an older server refuses each checkpoint
-            if not is_known and not isinstance(refusal, CannotBeSent) and self._refused != here:
+            if not is_known and not isinstance(refusal, outbox.CannotBeSent) and self._refused != here:
                 self._refused = here
                 raise
             if not is_known:
@@ -311,8 +300,8 @@ class BackgroundShipper:
         while not self._abandoned.is_set():
             closing = self._closing.is_set()  # read before the pass, so that it includes all events added until closing
             try:
-                delivery = self._shipper.deliver(CHANNELS if closing else PROMPT_CHANNELS)
-            except ServerTrouble as trouble:
+                delivery = self._shipper.deliver(outbox.CHANNELS if closing else outbox.PROMPT_CHANNELS)
+            except outbox.ServerTrouble as trouble:
                 if self._abandoned.is_set():
                     return
                 self._newest_failure = time.monotonic()

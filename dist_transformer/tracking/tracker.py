@@ -29,18 +29,8 @@ from dist_transformer.files import FULL, MISPLACED, read_json, repeatedly
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_line, event_line, read_records
 from dist_transformer.run.records import read_record, sound
+from dist_transformer.tracking import outbox
 from dist_transformer.tracking.messages import send_model
-from dist_transformer.tracking.outbox import (
-    CHANNELS,
-    UPLOAD_MEGABYTES,
-    DeliveryState,
-    FolderTrouble,
-    ServerRefused,
-    ServerTrouble,
-    Target,
-    load_memory,
-    megabytes_of,
-)
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
 
 logger = logging.getLogger(__name__)
@@ -127,11 +117,7 @@ class Tracker:
 
     def model_written(self, folder: Path) -> None:
         """Adds the exported model folder: uploaded if it is small enough, else its path and digest."""
-        try:
-            event = model_event(self._run_dir, self._settings, folder)
-        except (OSError, ValueError, UserError) as error:
-            logger.warning("MLflow does not get the model %s: %s", folder, error)
-        else:
+        if event := usable_model(self._run_dir, self._settings, folder):
             self._add("model", **event)
             self._has_model = True
 
@@ -215,9 +201,9 @@ def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, fo
     target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir)
     shipper = Shipper(run_dir, target, memory)
     event = {"time": time.time(), **model_event(run_dir, settings, folder), "by_hand": True}
-    if (size := megabytes_of(folder)) > UPLOAD_MEGABYTES:
+    if (size := outbox.megabytes_of(folder)) > outbox.UPLOAD_MEGABYTES:
         raise UserError(
-            f"{folder}: {size:.0f} MB, above the {UPLOAD_MEGABYTES} MB that are uploaded; put it where others can read it"
+            f"{folder}: {size:.0f} MB, above the {outbox.UPLOAD_MEGABYTES} MB that are uploaded; put it where others can read it"
         )
 
     def send() -> Delivery:
@@ -226,7 +212,7 @@ def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, fo
         delivery = shipper.deliver()
         try:
             send_model(mlflow_client.open_run(target, memory), event, run_dir)
-        except ServerRefused as refusal:
+        except outbox.ServerRefused as refusal:
             raise UserError(f"{folder}: {refusal}") from None
         return delivery
 
@@ -244,25 +230,35 @@ def model_event(run_dir: RunDir, settings: TrackingConfig, folder: Path) -> dict
     }
 
 
-def memory_of(run_dir: RunDir, run_name: str | None = None, run_id: str | None = None) -> DeliveryState:
+def usable_model(run_dir: RunDir, settings: TrackingConfig, folder: Path) -> dict[str, Any]:
+    """Returns the event of `model_event`; {}, with a warning, of a folder that is none of a model."""
+    try:
+        return model_event(run_dir, settings, folder)
+    except (OSError, ValueError, UserError) as error:
+        logger.warning("MLflow does not get the model %s: %s", folder, error)
+        return {}
+
+
+def memory_of(run_dir: RunDir, run_name: str | None = None, run_id: str | None = None) -> outbox.DeliveryState:
     """The delivery state in the run folder; else a new one, of the run that has this id, by default that in run.json."""
-    memory = load_memory(run_dir.tracking, run_name or run_dir.name, run_id or read_record(run_dir.state).get("run_id"))
+    run_id = run_id or read_record(run_dir.state).get("run_id")
+    memory = outbox.load_memory(run_dir.tracking, run_name or run_dir.name, run_id)
     recorded = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
-    if any(memory.offset(channel) > recorded for channel in CHANNELS):  # another, shorter outbox: all of it is new
+    if any(memory.offset(channel) > recorded for channel in outbox.CHANNELS):  # of a shorter outbox: all of it is new
         memory.outbox_offset, memory.ahead = 0, {}
     return memory
 
 
-def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Delivery:
+def _insisting(send: Callable[[], Delivery], target: outbox.Target, what: str) -> Delivery:
     for attempt in range(1, SYNC_ATTEMPTS + 1):
         try:
             return send()
-        except FolderTrouble as trouble:
+        except outbox.FolderTrouble as trouble:
             raise UserError(
                 f"{what} cannot be sent: {trouble}\nExpected a run folder that this user may write, which records what "
                 "MLflow has. Run the command as the owner of the folder, or mend its disk"
             ) from trouble
-        except ServerTrouble as trouble:
+        except outbox.ServerTrouble as trouble:
             if attempt == SYNC_ATTEMPTS:
                 raise UserError(
                     f"MLflow at {without_credentials(target.uri)} does not take {what}.\n"
@@ -291,7 +287,7 @@ def address_of(settings: TrackingConfig) -> str | None:
     )
 
 
-def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) -> Target:
+def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) -> outbox.Target:
     """Destination of the run's tracking: its address, else the store of its folder of runs.
 
     That folder may have been moved since the run began in `default_store`; a run that was moved out of it keeps its
@@ -300,7 +296,7 @@ def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) ->
     here = run_dir.path.absolute().parent
     has_moved = (here / STORE).exists() or not default_store.is_dir()
     root = here if has_moved else default_store
-    return Target(address_of(settings) or store_uri(root), settings.experiment, root.resolve() / "mlartifacts")
+    return outbox.Target(address_of(settings) or store_uri(root), settings.experiment, root.resolve() / "mlartifacts")
 
 
 def store_uri(root: Path) -> str:

@@ -94,7 +94,7 @@ def test_a_server_that_answers_again_is_waited_for_while_it_takes_data_and_gets_
         return deliver(of_run, channels)
 
     def down_then_slow(run: TrackedRun, *arguments: Any) -> None:
-        if channels_of_pass[-1] != shipper.CHANNELS:  # a pass that began before the end of the run
+        if channels_of_pass[-1] != CHANNELS:  # a pass that began before the end of the run
             raise ServerTrouble("down")
         status_before.append(client.get_run(run.run_id).info.status)
         time.sleep(0.2)
@@ -138,7 +138,7 @@ def test_a_thread_that_was_given_up_sends_nothing_beside_the_next_one_of_its_run
         if senders[0] is not threading.current_thread():
             release.set()
 
-    monkeypatch.setattr(shipper, "POINTS_A_BATCH", 5)
+    monkeypatch.setattr("dist_transformer.tracking.outbox.POINTS_A_BATCH", 5)
     monkeypatch.setattr(TrackedRun, "log_points", hang_once)
     first, log = tracker_of(stored_run_dir, None, close_seconds=1), MetricsLog(stored_run_dir.metrics)
     train(log, range(1, 21))

@@ -342,7 +342,7 @@ def test_names_that_mlflow_refuses_are_refused_before_a_model_is_uploaded(
 def test_a_model_logged_by_hand_that_is_too_large_is_refused(
     log_by_hand: Callable[..., str], finished: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dist_transformer.tracking.tracker.UPLOAD_MEGABYTES", 0)
+    monkeypatch.setattr("dist_transformer.tracking.outbox.UPLOAD_MEGABYTES", 0)
     with pytest.raises(UserError, match="0 MB, above the 0 MB that are uploaded; put it where others can read it"):
         log_by_hand(finished.model)
 
