@@ -72,12 +72,8 @@ def submit_run(
 def checked_submission(
     run: Path, overrides: list[str], stages: Sequence[Stage], after: Sequence[str], *, dry_run: bool = False
 ) -> tuple[Submission, SlurmConfig]:
-    """Returns the plan of a submission that passed all checks, with its settings; nothing is written.
-
-    Raises:
-        ConfigError: all problems of the run together.
-        UserError: see `read_stages` and `read_job_ids`.
-    """
+    """Returns the plan of a submission that passed all checks, with its settings; nothing is written. Raises ConfigError:
+    all problems of the run together; UserError: see `read_stages` and `read_job_ids`."""
     stages, after = read_stages(stages), read_job_ids(after)
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)

@@ -53,12 +53,8 @@ def by_node(nodes: list[str], lines: list[str]) -> list[NodeStacks]:
 
 
 def stacks_here(run_dir: RunDir, owner: Mapping[str, Any]) -> NodeStacks:
-    """The ranks of a run that was started on this machine without Slurm. Raises UserError: the run is on another
-    machine, or no longer running.
-
-    Args:
-        owner: the content of owner.json: the process that trains.
-    """
+    """The ranks of a run that was started on this machine without Slurm; `owner`: the content of owner.json, the process
+    that trains. Raises UserError: the run is on another machine, or no longer running."""
     host = platform.node()
     if owner.get("host") != host:
         raise UserError(f"{run_dir.path}: is trained on {owner.get('host')}, this is {host}; ask there")

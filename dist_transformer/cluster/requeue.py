@@ -53,12 +53,8 @@ class Decision:
 
 
 def run_folder(arguments: list[str]) -> RunDir:
-    """The run folder that `train` with these arguments works on.
-
-    Raises:
-        ConfigError: the configuration cannot be read.
-        UserError: there are no arguments.
-    """
+    """The run folder that `train` with these arguments works on. Raises ConfigError: the configuration cannot be read;
+    UserError: there are no arguments."""
     if not arguments:
         raise UserError("expected a YAML file or a run folder, got no argument: sbatch ... slurm/train.sbatch CONFIG")
     if Path(arguments[0]).is_dir():

@@ -35,12 +35,9 @@ class CTranslate2Searcher:
     """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist."""
 
     def __init__(self, folder: Path, special: SpecialTokens, config: DecodingConfig, device: torch.device) -> None:
-        """Loads `folder`, a model folder or a result of `export_ctranslate2`. Other arguments: see `TorchSearcher`.
-
-        Raises:
-            UserError: the package ctranslate2 is missing, or does not support `config` or this model.
-            CheckpointError: the folder is incomplete.
-        """
+        """Loads `folder`, a model folder or a result of `export_ctranslate2`. Other arguments: see `TorchSearcher`. Raises
+        UserError: the package ctranslate2 is missing, or does not support `config` or this model; CheckpointError: the
+        folder is incomplete."""
         for name, field in type(config).model_fields.items():
             if name not in SUPPORTED and getattr(config, name) != field.default:
                 raise UserError(f"--{name.replace('_', '-')}: not with CTranslate2; take --engine torch, or drop it")

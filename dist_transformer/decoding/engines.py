@@ -18,11 +18,7 @@ from dist_transformer.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Search:
-    """A searcher with its tokenizer.
-
-    Attributes:
-        models: the models of our own search; empty for CTranslate2.
-    """
+    """A searcher with its tokenizer; `models`: the models of our own search, none for CTranslate2."""
 
     searcher: Searcher
     tokenizer: Tokenizer

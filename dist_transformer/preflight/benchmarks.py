@@ -139,8 +139,7 @@ def all_reduce(ranks: Ranks) -> dict[str, float]:
 def exchange(ranks: Ranks, nodes: Sequence[Sequence[int]]) -> dict[str, float]:
     """The better of the bandwidths to the two neighbouring nodes, so that a good node next to a bad one is not blamed.
 
-    Args:
-        nodes: the ranks of each node. The i-th rank of a node exchanges with the i-th of its neighbours.
+    `nodes`: the ranks of each node. The i-th rank of a node exchanges with the i-th of its neighbours.
     """
     values = torch.zeros(BYTES[ranks.device.type] // 4, device=ranks.device)
     best = 0.0

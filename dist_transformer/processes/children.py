@@ -34,12 +34,8 @@ class Signals:
     started: float = field(default_factory=time.time)
 
     def add(self, start: Callable[[], "Process"], is_held: bool) -> None:
-        """Starts one more process, which also receives the signals that came before. Raises MachineError: no process
-        can be started.
-
-        Args:
-            is_held: the process starts with the signals blocked, and unblocks them itself (`StopRequest.listen`).
-        """
+        """Starts one more process, which also receives the signals that came before; `is_held`: it starts with them blocked,
+        and unblocks them itself (`StopRequest.listen`). Raises MachineError: no process can be started."""
         try:
             with holding_signals() if is_held else nullcontext():
                 process = start()

@@ -36,7 +36,8 @@ def start_local_ranks(
     are_held: bool = False,
     leave_together: bool = False,
 ) -> int:
-    """Runs `train ARGUMENTS` as `num_ranks` processes and waits for all of them.
+    """Runs `train ARGUMENTS` as `num_ranks` processes and waits for all of them. Returns the exit code of the first rank
+    that failed (1 if a signal ended it), else that of rank 0.
 
     Signals to this process (USR1, USR2, TERM, INT; HUP as TERM) reach each rank once. When a rank fails, the others
     have GRACE_SECONDS to leave, then they are killed. Call it in the main thread.
@@ -46,9 +47,6 @@ def start_local_ranks(
         signals: result of `forwarding_signals`, where it was called before; None: it is called here.
         are_held: signals are blocked until a rank calls `StopRequest.listen`; else they end a rank that has not yet.
         leave_together: ranks wait for each other at their end, so a rank that stays after another has ended hangs.
-
-    Returns:
-        The exit code of the first rank that failed (1 if a signal ended it), else that of rank 0.
     """
     command = [*(program or (sys.executable, "-m", "dist_transformer", "train")), *arguments]
 
@@ -65,8 +63,7 @@ def start_local_ranks(
 def fork_local_ranks(work: Callable[[], object], num_ranks: int, *, signals: Signals | None = None) -> int:
     """Works as `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
 
-    Args:
-        work: called in each rank, in its own environment. Stop signals are blocked until its `StopRequest.listen`.
+    `work`: called in each rank, in its own environment. Stop signals are blocked until its `StopRequest.listen`.
     """
 
     def rank(environment: dict[str, str]) -> None:
@@ -144,11 +141,8 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -> int | None:
     """Returns WORLD_SIZE if the environment names this process as one rank of a group; None if it has no RANK. Raises
-    UserError: variables are missing, or their values are no numbers of ranks.
-
-    Args:
-        addresses: further required variables; none where the ranks of this command do not communicate.
-    """
+    UserError: variables are missing, or their values are no numbers of ranks. `addresses`: further required variables;
+    none where the ranks of this command do not communicate."""
     if "RANK" not in os.environ:
         return None
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *addresses)}

@@ -40,11 +40,8 @@ _ENDED = "it has ended meanwhile"
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank of this user on this machine that has registered.
-
-    Attributes:
-        job: number of the Slurm job, else a text that the ranks of one local start have in common.
-    """
+    """A rank of this user on this machine that has registered. `job`: number of the Slurm job, else a text that the ranks
+    of one local start have in common."""
 
     pid: int
     rank: int

@@ -47,8 +47,7 @@ class StopRequest:
     save. Another signal (USR1 before the time limit, then TERM) must not cost the save. The immediate end harms no
     checkpoint: one being written leaves only a folder `.tmp`, which the next start removes.
 
-    Args:
-        answer: reaction of the process to a request, as printed for the user.
+    `answer`: reaction of the process to a request, as printed for the user.
     """
 
     def __init__(self, answer: str = "saving at the end of this step") -> None:

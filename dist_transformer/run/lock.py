@@ -29,8 +29,7 @@ class RunLock:
     """Lock of a run folder: `acquire`, train, `release`. The lock of a process that dies is taken over by the next one,
     which notes in its own record, as `before_seen`, when the heartbeat of the dead one was seen last.
 
-    Args:
-        wait_seconds: time to wait for a lock that is held; a rank that was killed may hold it for a moment.
+    `wait_seconds`: time to wait for a lock that is held; a rank that was killed may hold it for a moment.
     """
 
     def __init__(self, run_dir: RunDir, wait_seconds: float = 20.0, beat_seconds: float = BEAT_SECONDS) -> None:
@@ -50,12 +49,8 @@ class RunLock:
         self._beating = threading.Lock()
 
     def acquire(self) -> None:
-        """Takes the lock and begins the heartbeat.
-
-        Raises:
-            UserError: another job works on the folder.
-            MachineError: an earlier attempt of this job works on it, or the lock outlives its holder.
-        """
+        """Takes the lock and begins the heartbeat. Raises UserError: another job works on the folder; MachineError: an
+        earlier attempt of this job works on it, or the lock outlives its holder."""
         try:
             take(self._lock, self._wait_seconds)  # without locks the heartbeat alone decides
         except filelock.Timeout:

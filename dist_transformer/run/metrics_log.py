@@ -33,11 +33,8 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """Rank 0's append-only file of records. Opening it removes what a crash left of a line or of a copy.
-
-    Args:
-        echo: second file that each record is written to.
-    """
+    """Rank 0's append-only file of records, each written to `echo` too. Opening it removes what a crash left of a line or
+    of a copy."""
 
     def __init__(self, path: Path, echo: TextIO | None = None) -> None:
         self.path, self._echo = path, echo

@@ -10,10 +10,8 @@ PIECE_BYTES = 1 << 16
 def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None) -> Iterator[str]:
     """Yields the complete lines in the last `max_bytes` of a file, the last one first; none if it cannot be read.
 
-    The text after the last line break comes first, even if it is empty.
-
-    Args:
-        end: offset in bytes at which the reading begins; None: the end of the file.
+    The text after the last line break comes first, even if it is empty. `end`: offset in bytes at which the reading
+    begins; None: the end of the file.
     """
     with suppress(OSError):
         for line in lines_backwards(path, end, max_bytes):

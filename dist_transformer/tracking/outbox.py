@@ -97,8 +97,7 @@ class NotValid(ServerRefused):
 class DeliveryState:
     """Content of tracking.json. The outbox is delivered up to byte `outbox_offset`; a channel may be `ahead` of it.
 
-    Attributes:
-        run_id: of this program, stored in checkpoints too. In the file it is `run_uid`, and MLflow's id is `run_id`.
+    `run_id` is of this program, stored in checkpoints too. In the file it is `run_uid`, and MLflow's id is `run_id`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
