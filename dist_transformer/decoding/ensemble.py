@@ -15,22 +15,16 @@ from dist_transformer.model.transformer import Transformer
 class Ensemble:
     """The caches of all models for one batch. A single model gives bitwise the same results as on its own."""
 
-    def __init__(
-        self,
-        models: Sequence[Transformer],
-        source_BS: Tensor,
-        rows_per_sentence: int,
-        each_token: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Takes models that share vocabularies, in eval mode on the device of `source_BS`. `each_token` is called
-        before each step."""
+    def __init__(self, models: Sequence[Transformer], source_BS: Tensor, rows_per_sentence: int) -> None:
+        """Takes models that share vocabularies, in eval mode on the device of `source_BS`."""
         assert not any(model.training for model in models), "dropout would make the search random: call eval() first"
-        self.models, self.device, self._each_token = models, source_BS.device, each_token
+        self.models, self.device = models, source_BS.device
+        self.each_token: Callable[[], None] = lambda: None  # called before each step
         self.caches = [model.start_decoding(model.encode(source_BS), source_BS, rows_per_sentence) for model in models]
 
     def step(self, newest_B: Tensor) -> Tensor:
         """Log-probabilities (B, V), fp32 at least, of the token after `newest_B`, which is added to the caches."""
-        self._each_token()
+        self.each_token()
         logits = [model.decode_step(newest_B, cache) for model, cache in zip(self.models, self.caches, strict=True)]
         return log_probabilities(logits)
 

@@ -41,7 +41,8 @@ class TorchSearcher:
         NaN."""
         constraints = Constraints(batch, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
-        ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)
+        ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence)
+        ensemble.each_token = self.each_token
         if self.config.sampling:
             found = Sampling(ensemble, constraints, batch, self.config).run()
         else:
