@@ -2,14 +2,12 @@
 
 import os
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from dist_transformer.cluster.queue import QueuedJob, jobs_of
 from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.errors import UserError
-from dist_transformer.run.attempts import attempts, may_be_hidden
+from dist_transformer.run.attempts import attempts, may_be_hidden, submitted_at
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -85,16 +83,9 @@ def newest_job_id(run_dir: RunDir) -> str | None:
     if job_id and isinstance(note.get("attempts"), int):  # counted, as the clocks of nodes differ
         later = later[note["attempts"] :]
     elif job_id:  # submitted by an earlier version
-        later = [record for record in later if record["time"] > _submitted_at(note)]
+        later = [record for record in later if record["time"] > submitted_at(run_dir, 0.0)]
     begun = [record for record in later if record["event"] == "began"]
     return str(begun[-1]["job"]) if begun else job_id
-
-
-def _submitted_at(note: dict[str, Any]) -> float:
-    try:
-        return datetime.fromisoformat(note["submitted_at"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return 0.0
 
 
 def _folder_by_comment(job_id: str) -> Path | None:

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,13 @@ def may_be_hidden(run_dir: RunDir, job_id: str) -> bool:
     [*_, newest] = [{}, *(record for record in attempts(run_dir) if record["job"] == job_id)]
     may_wait = newest.get("event") != "ended" or newest.get("requeued") or newest.get("how") == "ended"
     return bool(may_wait) and run_dir.job.exists() and run_dir.job.stat().st_uid != os.getuid()
+
+
+def submitted_at(run_dir: RunDir, otherwise: float) -> float:
+    """Returns when the newest job was given to Slurm, in Unix seconds; `otherwise`: job.json does not say it."""
+    with suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(str(read_record(run_dir.job).get("submitted_at"))).timestamp()
+    return otherwise
 
 
 def newest_checkpoint(run_dir: RunDir) -> str | None:

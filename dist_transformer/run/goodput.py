@@ -12,16 +12,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import pairwise, zip_longest
 from typing import Any
 
 from dist_transformer.files import modified
 from dist_transformer.format import duration
-from dist_transformer.run.attempts import attempts
+from dist_transformer.run.attempts import attempts, submitted_at
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
-from dist_transformer.run.records import read_record
 
 Record = dict[str, Any]
 CLASSES = {
@@ -103,7 +101,7 @@ def goodput_of(run_dir: RunDir, now: float, counted: Counted | None = None) -> G
     seconds = {name: sum(start.spent[name] for start in starts) for name in CLASSES}
     of_ranks = {name: sum(start.spent[name] * start.num_ranks for start in starts) for name in CLASSES}
     ends = [record["time"] for record in attempts(run_dir) if record["event"] == "ended"]
-    seconds["queue"] += max(0.0, starts[0].began - _submitted(run_dir, starts[0].began))
+    seconds["queue"] += max(0.0, starts[0].began - submitted_at(run_dir, starts[0].began))
     for start, following in pairwise(starts):
         noticed = next((end for end in ends if start.ended <= end <= following.began), start.ended)
         seconds["detection"] += noticed - start.ended
@@ -165,13 +163,6 @@ def _move_overlaps(starts: Sequence[_Start]) -> None:
         before.spent["steps"] += moved
     for start in starts:  # clocks that were set
         start.spent["steps"] += min(0.0, start.rest)
-
-
-def _submitted(run_dir: RunDir, latest: float) -> float:
-    """Returns when the run was given to Slurm first, if its newest job is its first one, else `latest`."""
-    with suppress(ValueError):
-        return min(latest, datetime.fromisoformat(str(read_record(run_dir.job).get("submitted_at"))).timestamp())
-    return latest
 
 
 def goodput_text(goodput: Goodput) -> str:
