@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from dist_transformer.cli.arguments import ConfigArgument, Overrides
-from dist_transformer.cluster.checks import start_problems
+from dist_transformer.cluster.checks import memory_problems, start_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.schema import Config
@@ -24,7 +24,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Report every problem of a configuration at once; exit code 2 if there is one."""
     checked = fill_from_profile(load_config(config, overrides))
     run_dir = RunDir(Path(checked.run.root) / checked.run.name)
-    if problems := [*start_problems(checked, run_dir), *first_pairs_problems(checked)]:
+    if problems := [*memory_problems(checked), *start_problems(checked, run_dir), *first_pairs_problems(checked)]:
         raise ConfigError(problems)
     if checked.tracking.enabled:
         address_of(checked.tracking)  # raises if the variable holds no address

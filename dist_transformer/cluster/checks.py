@@ -64,15 +64,8 @@ def submission_problems(
     """
     if is_anew:
         return [*name_problems(run_dir), *job_problems(config, run_dir)]
-    return [
-        *name_problems(run_dir),
-        *_folder_problems(run_dir, checkpoints_bytes(config, num_parameters)),
-        *_data_problems(config, run_dir),
-        *_checkpoint_problems(config, run_dir),
-        *_measured_problems(config, run_dir),
-        *([] if is_after_others else initial_weights_problems(config, run_dir)),
-        *job_problems(config, run_dir),
-    ]
+    on_disk = [*_folder_problems(run_dir, checkpoints_bytes(config, num_parameters)), *_data_problems(config, run_dir)]
+    return [*name_problems(run_dir), *on_disk, *start_problems(config, run_dir, is_after_others=is_after_others)]
 
 
 def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
@@ -89,13 +82,12 @@ def slurm_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
     yield from _environment_problems(slurm)
 
 
-def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """Problems that need no room on the disk, for `config check`, which submits nothing."""
-    yield from memory_problems(config)
-    yield from job_problems(config, run_dir)
+def start_problems(config: Config, run_dir: RunDir, *, is_after_others: bool = False) -> Iterator[str]:
+    """Problems of a start or a resume; those of room on the disk are left to `submit`."""
     yield from _checkpoint_problems(config, run_dir)
     yield from _measured_problems(config, run_dir)
-    yield from initial_weights_problems(config, run_dir)
+    yield from () if is_after_others else initial_weights_problems(config, run_dir)
+    yield from job_problems(config, run_dir)
 
 
 def memory_problems(config: Config) -> list[str]:

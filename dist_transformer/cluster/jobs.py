@@ -60,7 +60,10 @@ def job_of(
 
 
 def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:
-    common = {"time": slurm.time_limit, "signal": _signal(stage, slurm), "open-mode": "append"}
+    # To the batch script of training, which forwards it, else to srun's processes; the other stages save nothing on the way.
+    told = {"train": "B:", "prepare": "", "translate": ""}.get(stage)
+    signal = None if told is None else f"{told}USR1@{slurm.signal_seconds}"
+    common = {"time": slurm.time_limit, "signal": signal, "open-mode": "append"}
     gres = ",".join(map(str, listed(slurm.sbatch.get("gres") or ())))
     if stage in ("train", "translate"):
         tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
@@ -72,12 +75,3 @@ def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:
         gres = re.sub(r"(?<![^,])(gpu[^,]*):\d+(?=,|$)", r"\1:1", gres) if on_gpu else ""  # gpu:h200:1,nvme:400
     asked = {"gres": gres} if gres else {"gpus-per-node": gpus or None}
     return {"nodes": nodes, "ntasks-per-node": tasks, "cpus-per-task": cpus, **asked, **common}
-
-
-def _signal(stage: str, slurm: SlurmConfig) -> str | None:
-    """Value of --signal: sent to the batch script of training, which forwards it; in other stages to srun's processes.
-
-    Stages that save nothing on the way have no handler: the signal would only end them early.
-    """
-    targets = {"train": "B:", "prepare": "", "translate": ""}
-    return f"{targets[stage]}USR1@{slurm.signal_seconds}" if stage in targets else None

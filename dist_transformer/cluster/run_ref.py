@@ -44,10 +44,7 @@ def find_run(text: str, root: Path) -> RunRef:
     if moved and (found is None or moved.name == found.name):
         found = moved
     if found is None:
-        raise UserError(
-            f"job {text}: {known}, and no run in {root}/ was submitted as this job; give the run "
-            "folder, or --root with the folder of your runs"
-        )
+        raise UserError(f"job {text}: {known}, and no run in {root}/ was submitted as it; give its folder, or --root")
     if not is_run_folder(found):
         raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed? If moved, name it")
     return RunRef(RunDir(found), text)
@@ -91,10 +88,7 @@ def newest_job_id(run_dir: RunDir) -> str | None:
 def _folder_by_comment(job_id: str) -> Path | None:
     found = jobs_of(job_id)
     if "_" not in job_id and any("_" in job.job_id for job in found):
-        raise UserError(
-            f"job {job_id}: is an array of tasks with a run folder each: name one of them, like {job_id}_1; "
-            f"`scancel {job_id}` ends all"
-        )
+        raise UserError(f"job {job_id}: is an array of runs: name one, like {job_id}_1; `scancel {job_id}` ends all")
     return next((Path(job.folder) for job in found if job.folder is not None), None)
 
 

@@ -262,9 +262,7 @@ def _call(command: list[str], environment: Mapping[str, str] | None = None, seco
         )
     except OSError as error:
         what = "not found" if isinstance(error, FileNotFoundError) else f"cannot be run ({error.strerror})"
-        raise SlurmError(
-            f"{command[0]}: {what}; expected Slurm's commands on PATH; run this on a login node of the cluster"
-        ) from None
+        raise SlurmError(f"{command[0]}: {what}; run this where Slurm's commands are on PATH: a login node") from None
     except subprocess.TimeoutExpired as late:
         said: str | bytes = late.stdout or b""  # bytes even with text=True (cpython #87597)
         lines = (said if isinstance(said, str) else said.decode(errors="replace")).splitlines()

@@ -106,12 +106,8 @@ def disk(run_folder: Path) -> tuple[dict[str, float], list[str]]:
             path.unlink(missing_ok=True)
     places = {"run_disk_free_gb": str(run_folder), "temporary_disk_free_gb": tempfile.gettempdir()}
     free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items()}
-    measures = {"disk_write_mb_per_second": max(writes), "disk_read_mb_per_second": max(reads), **free}
-    return measures, [
-        f"{measures[name]:.1f} GB are free in {place}"
-        for name, place in places.items()
-        if measures[name] < LOW_SPACE_GB
-    ]
+    low = [f"{free[name]:.1f} GB are free in {place}" for name, place in places.items() if free[name] < LOW_SPACE_GB]
+    return {"disk_write_mb_per_second": max(writes), "disk_read_mb_per_second": max(reads), **free}, low
 
 
 def versions() -> dict[str, str]:

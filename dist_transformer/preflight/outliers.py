@@ -193,8 +193,6 @@ def _warnings(by_node: Mapping[str, list[Record]], values: Values, bad: list[str
     if len(offsets) == 2 and abs(offsets[0] - offsets[1]) > LARGEST_CLOCK_SKEW_SECONDS:
         warnings.append(f"the clocks of the two nodes are {abs(offsets[0] - offsets[1]):.3g} s apart")
     if len(bad) > room:
-        warnings.append(
-            f"{len(bad)} nodes stand out ({', '.join(bad)}), but at most {room} may be excluded: when many look bad, look "
-            "at what they share"
-        )
+        most = f"but at most {room} may be excluded: look at what they share"
+        warnings.append(f"{len(bad)} nodes stand out ({', '.join(bad)}), {most}")
     return warnings
