@@ -138,7 +138,6 @@ class Scored:
     """
 
     name: str
-    step: int
     measured: dict[str, Any]
     scores: dict[str, Any]
     run: tuple[Config, RunDir] | None
@@ -211,7 +210,7 @@ def scored(
             if run is not None and keep:
                 _write_results(run[1], name, scores, translations, pairs)
                 add_scores(model, name, scores)
-            found.append(Scored(name, information.step, measured, scores, run, seconds))
+            found.append(Scored(name, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))
 
 
@@ -350,7 +349,11 @@ def report_to_mlflow(found: Scored) -> None:
     with while_nobody_trains(run_dir) as is_free:
         for each in (found, *found.modified) if is_free else ():
             numbers = {key: value for key, value in each.measured.items() if isinstance(value, float)}
-            add_event(run_dir.tracking_events, "evaluation", {"name": each.name, "step": each.step, "metrics": numbers})
+            add_event(
+                run_dir.tracking_events,
+                "evaluation",
+                {"name": each.name, "step": each.scores["step"], "metrics": numbers},
+            )
         if is_free:
             problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:

@@ -49,8 +49,8 @@ def plan_command(
     from dist_transformer.planning.tables import plan_values, print_plan
 
     counts = _numbers_of_nodes(nodes)
-    given = (gpu, gpus_per_node, calibrate, tokens_per_second, all_reduce)
-    config, ranks_per_node, hardware = _planned(run, overrides, *given)
+    rates = {"tokens_per_second": tokens_per_second, "all_reduce_gb_per_second": all_reduce}
+    config, ranks_per_node, hardware = _planned(run, overrides, gpu, gpus_per_node, calibrate, **rates)
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     of_plan = (config, gpu, ranks_per_node, hardware, rows)
     if as_json:
@@ -94,8 +94,8 @@ def simulate_command(
     from dist_transformer.planning.tables import print_simulation, simulation_values
 
     counts = _numbers_of_nodes(nodes)
-    given = (gpu, gpus_per_node, calibrate, tokens_per_second, all_reduce)
-    config, ranks_per_node, hardware = _planned(run, overrides, *given)
+    rates = {"tokens_per_second": tokens_per_second, "all_reduce_gb_per_second": all_reduce}
+    config, ranks_per_node, hardware = _planned(run, overrides, gpu, gpus_per_node, calibrate, **rates)
     for problem in time_problems(config.slurm):
         raise UserError(problem)
     limit = seconds_of(config.slurm.time_limit) or math.inf
@@ -113,13 +113,7 @@ def simulate_command(
 
 
 def _planned(
-    run: Path,
-    overrides: list[str] | None,
-    gpu: str,
-    gpus_per_node: int | None,
-    calibrate: Path | None,
-    tokens_per_second: float | None,
-    all_reduce_gb_per_second: float | None,
+    run: Path, overrides: list[str] | None, gpu: str, gpus: int | None, calibrate: Path | None, **rates: float | None
 ) -> tuple[Config, int, Hardware]:
     """The configuration to plan, with its vocabulary counted, the ranks of a node, and the table's row of `gpu`, with figures
     measured by a preflight or the user in its place.
@@ -131,10 +125,10 @@ def _planned(
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
     config = with_precision(config, "fp16")  # the value of auto on a GPU
-    ranks = gpus_per_node or config.slurm.ranks_per_node
-    _must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)
+    ranks = gpus or config.slurm.ranks_per_node
+    _must_be_finite(**rates)
     hardware = hardware_of(gpu) if calibrate is None else calibrated(hardware_of(gpu), calibrate)
-    return config, ranks, with_given_rates(hardware, config, ranks, tokens_per_second, all_reduce_gb_per_second)
+    return config, ranks, with_given_rates(hardware, config, ranks, **rates)
 
 
 def _must_be_finite(**options: float | None) -> None:

@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,20 +37,18 @@ def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
 def by_node(nodes: list[str], lines: list[str]) -> list[NodeStacks]:
     """Sorts the answers, which come in any order and may be mixed with other output, by node and rank."""
     ranks: dict[str, int] = {}
-    dumps: dict[str, dict[int, Dump]] = {node: {} for node in nodes}
+    dumps: dict[str, dict[int, Dump]] = defaultdict(dict)
     for answer in records_of(lines):
         if "node" in answer:
             ranks[answer["node"]] = answer["ranks"]
         elif "rank" in answer:
             line = Dump(**answer)
-            of_node = dumps.setdefault(line.host, {})
-            before = of_node[line.rank].text if line.rank in of_node else ""
-            of_node[line.rank] = replace(line, text=before + line.text)
+            before = dumps[line.host].get(line.rank)
+            dumps[line.host][line.rank] = replace(line, text=before.text + line.text) if before else line
     silent = "it did not answer: is it alive, and on the network?"
     none = "no rank here has registered: they are still starting, or have ended"
     problems = {node: silent if node not in ranks else None if ranks[node] else none for node in nodes}
-    order = {node: tuple(dump for _, dump in sorted(dumps[node].items())) for node in nodes}
-    return [NodeStacks(node, order[node], problems[node]) for node in nodes]
+    return [NodeStacks(node, tuple(dump for _, dump in sorted(dumps[node].items())), problems[node]) for node in nodes]
 
 
 def stacks_here(run_dir: RunDir, owner: Mapping[str, Any]) -> NodeStacks:

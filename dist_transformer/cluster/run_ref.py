@@ -88,7 +88,9 @@ def newest_job_id(run_dir: RunDir) -> str | None:
 def _folder_by_comment(job_id: str) -> Path | None:
     found = jobs_of(job_id)
     if "_" not in job_id and any("_" in job.job_id for job in found):
-        raise UserError(f"job {job_id}: is an array of runs: name one, like {job_id}_1; `scancel {job_id}` ends all")
+        raise UserError(
+            f"job {job_id}: is an array of tasks: name one of them, like {job_id}_1; `scancel {job_id}` ends all"
+        )
     return next((Path(job.folder) for job in found if job.folder is not None), None)
 
 

@@ -186,7 +186,7 @@ def test_a_job_that_squeue_hides_is_over_only_if_the_accounts_say_so_and_ones_ow
 
 def test_without_slurm_the_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(SlurmError, match="squeue: not found; expected Slurm's commands on PATH"):
+    with pytest.raises(SlurmError, match="squeue: not found; run this where Slurm's commands are on PATH"):
         job_now("5")
 
 

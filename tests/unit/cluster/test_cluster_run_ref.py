@@ -81,7 +81,7 @@ def test_an_earlier_job_is_found_by_its_attempts_also_without_slurm(
         ("nothing", "nothing: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4"),
         (
             "77",
-            "job 77: Slurm knows no run folder of it, and no run in .* was submitted as this job; give the run folder",
+            "job 77: Slurm knows no run folder of it, and no run in .* was submitted as it; give its folder, or --root",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_slurm_that_is_not_there_is_not_said_to_know_nothing(tmp_path: Path, m
 
 def test_an_array_as_a_whole_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.answers("squeue", "\n".join([job_line("5_[2-3]", "PENDING"), job_line("5_1", "RUNNING")]))
-    with pytest.raises(UserError, match=r"job 5: is an array of tasks .*: name one of them, like 5_1"):
+    with pytest.raises(UserError, match=r"job 5: is an array of tasks: name one of them, like 5_1"):
         find_run("5", tmp_path)
 
 
