@@ -45,23 +45,13 @@ class BuildModel(Protocol):
     ) -> "nn.Module": ...
 
 
-class KeepPair(Protocol):
-    """`data.filters.plugin`: True if a pair of the corpus is kept; depends on nothing but the pair."""
-
-    def __call__(self, source: str, target: str) -> bool: ...
-
-
-class ScoreTranslations(Protocol):
-    """`validation.plugin`: a score of a corpus's translations, higher being better; equal for equal text."""
-
-    def __call__(self, hypotheses: Sequence[str], references: Sequence[str], sources: Sequence[str]) -> float: ...
-
-
-class ReadPairs(Protocol):
-    """`data.train.plugin` and those of other corpora: yields (source, target), the same pairs in the same order each time.
-    Each process of `prepare` reads all of them and keeps its part."""
-
-    def __call__(self) -> Iterable[tuple[str, str]]: ...
+KeepPair = Callable[[str, str], bool]
+"""`data.filters.plugin`, of (source, target): True if the pair is kept; depends on nothing but the pair."""
+ScoreTranslations = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
+"""`validation.plugin`, of (hypotheses, references, sources): a score, higher being better; equal for equal text."""
+ReadPairs = Callable[[], Iterable[tuple[str, str]]]
+"""`data.train.plugin` and those of other corpora: yields (source, target), the same pairs in the same order each time. Each
+process of `prepare` reads all of them and keeps its part."""
 
 
 @dataclass(frozen=True)

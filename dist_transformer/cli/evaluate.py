@@ -32,11 +32,17 @@ Tokenised = Literal["moses", "spaces"]
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Sentences and one or more translations of them, line by line; `sources` may be empty if nothing is translated."""
+class Text:
+    """Sentences and one or more translations of them, line by line; `sources` may be empty if nothing is translated.
+
+    `language`: of the target, "" if it is not known; `prefix`: the tags of each line of the source.
+    """
 
     sources: list[str]
     references: list[list[str]]
+    name: str = ""
+    language: str = ""
+    prefix: str = ""
 
     def digests(self) -> dict[str, Any]:
         """Digests that identify the sentences, whatever the names of their files."""
@@ -117,7 +123,7 @@ def evaluate_command(
     if run is None:
         assert hypothesis is not None
         read = _read_files(hypothesis, [*(references or []), *([] if source is None else [source])])
-        pairs = Pairs([] if source is None else read.references.pop(), read.references)
+        pairs = Text([] if source is None else read.references.pop(), read.references)
         print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
         _print_scores(_measured(read.sources, pairs, code, tokenised, metric))
         return
@@ -196,10 +202,10 @@ def scored(
             raise UserError(f"{error}; or keep no scores: {way}") from None
     search = options.search_settings(folder, **{**settings, "n_best": 1})
     of_model = entries_of(model / WEIGHTS) if run is not None and keep else {}
-    opened, total, found = open_search(engine, [model], search, plugin), len(text.pairs.sources), []
+    opened, total, found = open_search(engine, [model], search, plugin), len(text.sources), []
     changed = {f"{text.name}.{modifier}": _modified(text, modifier) for modifier in modified}
     with progress_bar() as show:
-        for name, pairs in {text.name: text.pairs, **changed}.items():
+        for name, pairs in {text.name: text, **changed}.items():
             begun, progress = time.monotonic(), lambda done: show("translating", done, total)
             best = translate_lines(opened.searcher, opened.tokenizer, pairs.sources, search, progress=progress)
             translations = [first.text for first, *_ in best]
@@ -214,23 +220,13 @@ def scored(
     return replace(found[0], modified=tuple(found[1:]))
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A text to be scored. `language`: of the target, "" if it is not known; `prefix`: the tags of each line of the source."""
-
-    name: str
-    pairs: Pairs
-    language: str = ""
-    prefix: str = ""
+def _files_to_score(folder: Path, source: Path, references: Sequence[Path]) -> Text:
+    text = _read_files(source, references)
+    text = replace(text, sources=[*options.noting_tags(folder, text.sources)])
+    return replace(text, name=f"{source.name[:NAME_CHARACTERS]}-{_digest([str(text.digests())])[:8]}")
 
 
-def _files_to_score(folder: Path, source: Path, references: Sequence[Path]) -> _Text:
-    pairs = _read_files(source, references)
-    pairs = replace(pairs, sources=[*options.noting_tags(folder, pairs.sources)])
-    return _Text(f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", pairs)
-
-
-def _corpus_to_score(folder: Path, split: str, run: tuple[Config, RunDir] | None) -> _Text:
+def _corpus_to_score(folder: Path, split: str, run: tuple[Config, RunDir] | None) -> Text:
     """Reads a corpus of the run. UserError: it has none of that name, or is a model folder, which has none at all."""
     from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.data.sources.text import tag_prefix
@@ -246,10 +242,10 @@ def _corpus_to_score(folder: Path, split: str, run: tuple[Config, RunDir] | None
             f"the corpora that are there with --split: {', '.join(given) or 'none'}"
         )
     sources, lines = read_pairs(corpus, data)
-    return _Text(split, Pairs(sources, [lines]), data.languages_of(corpus)[1], tag_prefix(corpus.tags))
+    return Text(sources, [lines], split, data.languages_of(corpus)[1], tag_prefix(corpus.tags))
 
 
-def _write_results(run_dir: RunDir, name: str, scores: dict[str, Any], translations: list[str], pairs: Pairs) -> None:
+def _write_results(run_dir: RunDir, name: str, scores: dict[str, Any], translations: list[str], pairs: Text) -> None:
     """Writes the scores, and the translations and references, by which `compare` tells significance."""
     from dist_transformer.files import write_json, write_text
 
@@ -261,15 +257,15 @@ def _write_results(run_dir: RunDir, name: str, scores: dict[str, Any], translati
         write_text(run_dir.evaluation / f"{name}.{ending}", "".join(f"{line}\n" for line in lines))
 
 
-def _modified(text: _Text, modifier: str) -> Pairs:
-    """Returns the pairs, each modified, always in the same way."""
+def _modified(text: Text, modifier: str) -> Text:
+    """Returns the text, each line modified, always in the same way."""
     from dist_transformer.data.loader.window_request import RowSlice
     from dist_transformer.data.modifiers import Modifiers
 
-    sources, references = [*text.pairs.sources], [*text.pairs.references[0]]
+    sources, references = [*text.sources], [*text.references[0]]
     rows = RowSlice(0, 0, 0, len(sources))
     Modifiers({modifier: 1.0}, SEED_OF_MODIFIERS, text.prefix).modify(rows, range(len(sources)), sources, references)
-    return Pairs(sources, [references])
+    return Text(sources, [references])
 
 
 def _print_and_write(found: Scored, engine: Engine, output: Path | None) -> None:
@@ -289,18 +285,18 @@ def _print_and_write(found: Scored, engine: Engine, output: Path | None) -> None
         print(f"written to {found.run[1].evaluation}")
 
 
-def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
+def _read_files(first: Path, others: Sequence[Path]) -> Text:
     """Reads the lines of a file, and of others with as many. DataError: one is missing or empty, is not UTF-8, or has more
     or fewer lines than the first."""
     from dist_transformer.data.sources.corpus import read_pairs
 
     corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]
     both = [read_pairs(corpus, DataConfig(train=corpus)) for corpus in corpora]
-    return Pairs(both[0][0], [lines for _, lines in both])
+    return Text(both[0][0], [lines for _, lines in both])
 
 
 def _measured(
-    translations: list[str], pairs: Pairs, language: str, tokenised: Tokenised | None, metric: Plugin | None
+    translations: list[str], pairs: Text, language: str, tokenised: Tokenised | None, metric: Plugin | None
 ) -> dict[str, Any]:
     from dist_transformer.data.prepare.report import warn_of_cut_text
     from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores
@@ -349,11 +345,8 @@ def report_to_mlflow(found: Scored) -> None:
     with while_nobody_trains(run_dir) as is_free:
         for each in (found, *found.modified) if is_free else ():
             numbers = {key: value for key, value in each.measured.items() if isinstance(value, float)}
-            add_event(
-                run_dir.tracking_events,
-                "evaluation",
-                {"name": each.name, "step": each.scores["step"], "metrics": numbers},
-            )
+            said = {"name": each.name, "step": each.scores["step"], "metrics": numbers}
+            add_event(run_dir.tracking_events, "evaluation", said)
         if is_free:
             problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:

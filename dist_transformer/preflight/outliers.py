@@ -174,14 +174,11 @@ def _outliers(
 
 
 def _versions(by_node: Mapping[str, list[Record]]) -> dict[str, dict[str, str]]:
-    names = sorted({name for own in by_node.values() for record in own for name in record["versions"]})
-    return {
-        name: {
-            node: "/".join(sorted({str(record["versions"].get(name, "none")) for record in own}))
-            for node, own in sorted(by_node.items())
-        }
-        for name in names
-    }
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted({name for own in by_node.values() for record in own for name in record["versions"]}):
+        of = {node: {str(r["versions"].get(name, "none")) for r in own} for node, own in sorted(by_node.items())}
+        found[name] = {node: "/".join(sorted(versions)) for node, versions in of.items()}
+    return found
 
 
 def _warnings(by_node: Mapping[str, list[Record]], values: Values, bad: list[str], room: int) -> list[str]:
