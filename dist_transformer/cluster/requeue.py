@@ -33,12 +33,10 @@ class NextNodes:
     """Nodes of the job on which ranks may start at once.
 
     Attributes:
-        are_others: without a node that the ranks before had.
-        words: which nodes are left out, and why; empty without any.
+        words: which nodes that the ranks before had are left out, and why; empty without any.
     """
 
     nodes: tuple[str, ...]
-    are_others: bool
     words: str
 
 
@@ -114,7 +112,7 @@ def next_nodes(
         up = "ranks failed on {} twice" if node in answering else "{} gives no answer"
         left_out.setdefault(up if node in of_job else "{} was taken from the job", []).append(node)
     words = [text.format(", ".join(which)) for text, which in left_out.items()]
-    return None if 2 * len(nodes) < wanted else NextNodes(nodes, bool(left_out), " and ".join(words))
+    return None if 2 * len(nodes) < wanted else NextNodes(nodes, " and ".join(words))
 
 
 def decide(
@@ -145,7 +143,7 @@ def decide(
     count = {"newest_checkpoint": newest, "without_progress": restarts, "suspended": spared + is_spared}
     start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
     start += suspended + (f"; restart {restarts} of {max_restarts} without a new one" if without_progress else "")
-    if left is None or (without_progress and not left.are_others):
+    if left is None or (without_progress and not left.words):
         return Decision("requeue", start, count)
     without = f" ({left.words})" if left.words else ""
     return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}", count)

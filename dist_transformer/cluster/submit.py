@@ -50,18 +50,15 @@ class Submission:
     def commands(self) -> list[str]:
         """The calls of sbatch as shell commands; a job id that is not known yet is the stage in capitals."""
         waits = [self.after, *((job.stage.upper(),) for job in self.jobs)]
-        return [command_text(job, after) for job, after in zip(self.jobs, waits, strict=False)]
+        return [
+            shlex.join(["sbatch", *job.sbatch_arguments(after)]) for job, after in zip(self.jobs, waits, strict=False)
+        ]
 
     @property
     def listing(self) -> str:
         """Every command and every file, for --dry-run."""
         commands = (f"# command (the files below must be written first)\n{command}\n" for command in self.commands)
         return "\n".join([*commands, *(f"# {path}\n{text}" for path, text in self.files.items())])
-
-
-def command_text(job: Job, after: Sequence[str]) -> str:
-    """A call of sbatch as a shell command."""
-    return shlex.join(["sbatch", *job.sbatch_arguments(after)])
 
 
 def plan_submission(
@@ -117,7 +114,7 @@ def submit(submission: Submission) -> dict[str, str]:
         for job in submission.jobs:
             ids[job.stage] = _submit_next(job, after, ids) if ids else _submit_first(submission)
             if job.stage == "train" or "train" not in ids:
-                command = command_text(job, after)
+                command = shlex.join(["sbatch", *job.sbatch_arguments(after)])
             note_job(run_dir, ids, command)
             after = (ids[job.stage],)
     return ids

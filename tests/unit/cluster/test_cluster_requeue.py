@@ -88,7 +88,7 @@ def test_a_suspension_uses_up_no_restart_but_gives_none_back(run_dir: RunDir) ->
 def test_a_job_that_fails_at_the_same_place_ends_also_where_each_attempt_is_suspended(run_dir: RunDir) -> None:
     decisions = []
     while not decisions or decisions[-1].count is not None:
-        decisions.append(requeue.decide(run_dir, 1, 2, requeue.NextNodes(("n1",), False, ""), 31.0))
+        decisions.append(requeue.decide(run_dir, 1, 2, requeue.NextNodes(("n1",), ""), 31.0))
         write_json(run_dir.restarts, decisions[-1].count or {})
     assert len(decisions) == LOST_ATTEMPTS * 2 + 2 + 1
 
@@ -143,8 +143,8 @@ def test_the_run_folder_is_found_from_a_configuration_with_overrides_or_is_given
     assert run_folder([str(tmp_path)]).path == tmp_path
 
 
-ALL_NODES = NextNodes(("n1", "n2"), are_others=False, words="")
-FEWER_NODES = NextNodes(("n1",), are_others=True, words="n2 gives no answer")
+ALL_NODES = NextNodes(("n1", "n2"), words="")
+FEWER_NODES = NextNodes(("n1",), words="n2 gives no answer")
 
 
 def test_ranks_start_again_in_the_same_job_after_a_new_checkpoint_and_else_on_other_nodes_only(run_dir: RunDir) -> None:
@@ -166,15 +166,15 @@ N = ("n1", "n2", "n3", "n4")
 @pytest.mark.parametrize(
     ("before", "answering", "suspects", "wanted", "expected"),
     [
-        (N, N, (), 4, NextNodes(N, False, "")),
-        (N, ("n1", "n3", "n4"), (), 4, NextNodes(("n1", "n3", "n4"), True, "n2 gives no answer")),
-        (N[:3], N, (), 3, NextNodes(N[:3], False, "")),  # n4 is a spare one
-        (N[:3], ("n1", "n3", "n4"), (), 3, NextNodes(("n1", "n3", "n4"), True, "n2 gives no answer")),
-        (N, N, ("n2",), 4, NextNodes(("n1", "n3", "n4"), True, "ranks failed on n2 twice")),
+        (N, N, (), 4, NextNodes(N, "")),
+        (N, ("n1", "n3", "n4"), (), 4, NextNodes(("n1", "n3", "n4"), "n2 gives no answer")),
+        (N[:3], N, (), 3, NextNodes(N[:3], "")),  # n4 is a spare one
+        (N[:3], ("n1", "n3", "n4"), (), 3, NextNodes(("n1", "n3", "n4"), "n2 gives no answer")),
+        (N, N, ("n2",), 4, NextNodes(("n1", "n3", "n4"), "ranks failed on n2 twice")),
         (N, ("n1", "n2", "n3"), ("n2",), 4,
-         NextNodes(("n1", "n3"), True, "ranks failed on n2 twice and n4 gives no answer")),
+         NextNodes(("n1", "n3"), "ranks failed on n2 twice and n4 gives no answer")),
         (N, ("n1",), (), 4, None),
-        (N[:2], ("n1",), (), 2, NextNodes(("n1",), True, "n2 gives no answer")),
+        (N[:2], ("n1",), (), 2, NextNodes(("n1",), "n2 gives no answer")),
         (N[:1], (), (), 1, None),
     ],
 )  # fmt: skip
