@@ -57,8 +57,6 @@ from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective, inputs_of
 from dist_transformer.training.train_state import dropout_seed, seed_dropout
 
-Forward = Callable[[Engine, Sequence[MicroBatch], torch.device], tuple[torch.Tensor, torch.Tensor]]
-"""Takes engine, micro-batches and device; returns loss and negative log-likelihood."""
 CASE = "--as-case"
 AS_TRAINED = "as trained"
 MORE_TOKENS = "3 times the tokens in a micro-batch"
@@ -67,12 +65,11 @@ APART = "3 lanes a step, one by one"
 JOINED = "3 lanes a step, in one pass"
 STAGE_0 = "ZeRO 0"
 PADDED = "6 times the tokens in a micro-batch, with padding"
-OTHERS = "6 times the tokens in a micro-batch, torch's kernels alone"
-LEVERS = (MOST_TOKENS, PADDED, OTHERS, MORE_TOKENS, APART, JOINED, STAGE_0)
+LEVERS = (MOST_TOKENS, PADDED, MORE_TOKENS, APART, JOINED, STAGE_0)
 LEVERS_PRECISION = "bf16"
 AT_ONCE = 3
 """Lanes of APART and JOINED."""
-TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, PADDED, OTHERS), 6)}
+TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, PADDED), 6)}
 GOALS = {"big": (230_000, 345_000), "base": (450_000, 650_000)}
 """Goals in real target tokens per second on one H200."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
@@ -218,12 +215,11 @@ def _be_a_case(case: Case) -> None:
     ranks = group.join(600)
     engine = _engine(case, ranks)
     steps, at_once = _steps(case), _training(case).lanes_per_pass
-    pass_forward = _forward(case)
-    _pass_seconds(pass_forward, engine, steps, ranks, at_once)
+    _pass_seconds(engine, steps, ranks, at_once)
     gc.collect()
     gc.freeze()  # as in training
     started = time.perf_counter() - began
-    seconds = [_pass_seconds(pass_forward, engine, steps, ranks, at_once) for _ in range(case.num_passes)]
+    seconds = [_pass_seconds(engine, steps, ranks, at_once) for _ in range(case.num_passes)]
     print(json.dumps({**_figures(case, steps, seconds, ranks), "start_seconds": started}), flush=True)
     group.leave()
 
@@ -231,7 +227,7 @@ def _be_a_case(case: Case) -> None:
 def _engine(case: Case, ranks: Ranks) -> Engine:
     torch.manual_seed(SEED)
     model = Transformer(ModelConfig(preset=case.preset), case.vocabulary, case.vocabulary, PAD_ID).to(ranks.device)
-    if case.lever in (PADDED, OTHERS):
+    if case.lever == PADDED:  # with torch's kernels, as before there were others
         gpu_kernels.has_kernels = lambda: False
     training = _training(case)
     objective = Objective(model, training.label_smoothing, training.precision)
@@ -255,28 +251,14 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
     return [batches[start : start + lanes] for start in range(0, len(batches), lanes)]
 
 
-def _forward(case: Case) -> Forward:
-    """Returns what computes a forward pass; with padding if the lever says so."""
-
-    def forward(engine: Engine, batches: Sequence[MicroBatch], device: torch.device) -> Any:
-        inputs = inputs_of(batches, device)
-        if case.lever == PADDED:
-            engine._engine.module.model.is_padded = lambda *_: True
-        return engine(*inputs)
-
-    return forward
-
-
-def _pass_seconds(
-    pass_forward: Forward, engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks, at_once: int
-) -> float:
+def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks, at_once: int) -> float:
     """Measures the optimizer steps, of so many micro-batches in a forward and backward pass."""
     began = time.perf_counter()
     for number, batches in enumerate(steps):
         seed_dropout(dropout_seed(SEED, number, batches[0].lane), ranks.device)
         tokens = sum(batch.shape.target_tokens for batch in batches)
         for first in range(0, len(batches), at_once):
-            loss, _ = pass_forward(engine, batches[first : first + at_once], ranks.device)
+            loss, _ = engine(*inputs_of(batches[first : first + at_once], ranks.device))
             engine.backward(loss, tokens, is_last=first + at_once >= len(batches))
         loss_sum = Fetched(loss.detach())  # as in the training loop: reading it does not wait for the update
         engine.step(1e-4)

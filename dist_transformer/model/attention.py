@@ -58,7 +58,7 @@ class Joined:
 
     def join(self, parts_BTP: Sequence[Tensor]) -> Tensor:
         """Inverse of `split`: (1, N, P)."""
-        return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP])[self.real_N].unsqueeze(0)
+        return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP]).index_select(0, self.real_N).unsqueeze(0)
 
 
 @dataclass
@@ -149,14 +149,17 @@ class SelfAttention(nn.Module):
         projected_BTP = self.query_key_value(input_BTD)
         if joined is None:
             return self.output(self._attend(projected_BTP, mask_B11T))  # type: ignore[no-any-return]
-        is_plain = self.rotary_positions is None
-        if is_plain and gpu_kernels.can_attend(projected_BTP, joined.block, self.widths, self.num_heads):
+        if self.has_kernel(projected_BTP, joined.block):
             attended = gpu_kernels.attend_rows(projected_BTP, None, joined, joined, self.num_heads, self.is_causal)
         else:
             masks = [None] * len(joined.masks) if self.is_causal else joined.masks
             parts = zip(joined.split(projected_BTP), masks, strict=True)
             attended = joined.join([self._attend(part_BTP, mask) for part_BTP, mask in parts])
         return self.output(attended)  # type: ignore[no-any-return]
+
+    def has_kernel(self, like: Tensor, longest: int) -> bool:
+        """True if a kernel of our own computes rows of up to so many tokens, of the type and on the device of `like`."""
+        return self.rotary_positions is None and gpu_kernels.can_attend(like, longest, self.widths, self.num_heads)
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix in a layer's weight: DeepNorm's `beta` is for values only."""

@@ -9,6 +9,7 @@ Axes: N tokens of all rows of queries, M of keys, P projections of all heads, R 
 import functools
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST = 128
-"""Tokens of a row that one program can hold."""
+"""Tokens of a row that one program can hold; 64 where it has less shared memory, as on GPUs for desktops."""
+LARGEST_PROGRAM_BYTES = 163_840
+"""Shared memory of the backward pass for LONGEST tokens and heads of 128."""
 LEAST_ELEMENTS = 2**25
 """Hidden numbers of both sides of a pass, with padding, from which the rows are computed end to end: below, the GPU waits for
 the host, to which a kernel of Triton costs more. On an H200 `base` was as fast both ways with 61,440 tokens, and 1.29 times as
@@ -32,16 +35,31 @@ NORM_PROGRAMS = 1056
 
 @functools.cache
 def has_kernels() -> bool:
-    """True if Triton is installed and one of its kernels runs here; else a warning says why not."""
+    """True if Triton is installed and its kernels run here; else a warning says why not."""
     try:
-        zeros = torch.zeros(1, 16, dtype=torch.float16, device="cuda")
-        add_and_norm(zeros, zeros, nn.LayerNorm(16, device="cuda", dtype=torch.float16))
+        try_kernels("cuda")
         torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001  (Triton's, of its compiler, of the cache's disk: training goes on without)
         told = "kernels    torch's alone, which are slower: Triton needs a C compiler and Python's headers: %s: %s"
         log.warning(told, type(error).__name__, error)
         return False
     return True
+
+
+def try_kernels(device: str) -> None:
+    """Computes a little with each kernel."""
+    half: dict[str, Any] = {"dtype": torch.float16, "device": device}
+    row, ones, starts = torch.ones(1, 48, **half), torch.ones(48, **half), torch.arange(2, device=device)
+    tries: tuple[tuple[Any, Any], ...] = (
+        (_AttendRows, (row, None, starts, starts, 1, (16, 16), True)), (_AddNorm, (row, row, ones, ones, 1e-5)),
+    )  # fmt: skip
+    for function, inputs in tries:
+        ctx = SimpleNamespace()
+        ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
+        function.backward(ctx, function.forward(ctx, *inputs))
+    gradient_of_logits(row.float(), starts[:1], row.float()[:, 0], 0.1, 1.0, torch.float16)
 
 
 def parts_of(queries: Tensor, others: Tensor | None) -> Sequence[Tensor]:
@@ -82,12 +100,14 @@ class _AttendRows(torch.autograd.Function):
         return of_queries, of_others, *[None] * 5
 
 
-def can_attend(queries_1NP: Tensor, block: int, widths: Sequence[int], num_heads: int) -> bool:
-    """True if `attend_rows` computes rows of up to `block` tokens with keys and values of these widths, on CUDA in 16 bits."""
-    size = widths[0] // num_heads
-    if not queries_1NP.is_cuda or queries_1NP.itemsize != 2 or block > LONGEST or not has_kernels():
+def can_attend(like: Tensor, longest: int, widths: Sequence[int], num_heads: int) -> bool:
+    """True if `attend_rows` computes rows of up to so many tokens with keys and values of these widths, of the type and on the
+    device of `like`: on CUDA in 16 bits."""
+    if not like.is_cuda or like.itemsize != 2 or not has_kernels():
         return False
-    return widths[0] == widths[-1] and size in (16, 32, 64, 128)
+    properties, size = torch.cuda.get_device_properties(like.device), widths[0] // num_heads
+    is_roomy = getattr(properties, "shared_memory_per_block_optin", 0) >= LARGEST_PROGRAM_BYTES
+    return longest <= (LONGEST if is_roomy else 64) and widths[0] == widths[-1] and size in (16, 32, 64, 128)
 
 
 def attend_rows(

@@ -96,7 +96,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_hits = target_N.new_zeros(())
         hidden_gradient_RD, done = torch.empty_like(hidden_RD, dtype=wide), 0
         _, needs_weight, needs_bias = needs_gradient
-        is_ours = hidden_ND.is_cuda and wide == torch.float32 and gpu_kernels.has_kernels()
+        is_ours = hidden_ND.is_cuda and matmul_dtype.itemsize == 2 and gpu_kernels.has_kernels()
         gradient_of = gpu_kernels.gradient_of_logits if is_ours else _in_place
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         bias_gradient_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None

@@ -50,7 +50,7 @@ class PluginTransformer(Transformer):
         """Rounds all weights: which of them are layers is not known."""
         self.network.to(dtype)
 
-    def is_padded(self, shapes: Shapes, on_gpu: bool) -> bool:
+    def is_padded(self, shapes: Shapes, source: Tensor) -> bool:
         return True
 
     def in_order_of_use(self) -> list[nn.Module]:

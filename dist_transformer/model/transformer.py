@@ -127,12 +127,16 @@ class Transformer(nn.Module):
             part.to(dtype)
         self._layers_dtype = dtype
 
-    def is_padded(self, shapes: Shapes, on_gpu: bool) -> bool:
-        """True if a batch is computed with its padding: alone, and on GPUs a small one, or without kernels of our own."""
-        rows, source, target, *_ = shapes[0]
-        elements = rows * (source + target) * self.source_embedding.embedding_dim
-        is_large = on_gpu and elements >= gpu_kernels.LEAST_ELEMENTS and gpu_kernels.has_kernels()
-        return len(shapes) == 1 and not is_large
+    def is_padded(self, shapes: Shapes, source: Tensor) -> bool:
+        """True if a batch is computed with its padding: alone, and on GPUs a small one or one that the kernels of our own do
+        not compute. To be asked in the autocast context of the pass."""
+        rows, *lengths = shapes[0][:3]
+        elements = rows * sum(lengths) * self.source_embedding.embedding_dim
+        if len(shapes) > 1 or not source.is_cuda or elements < gpu_kernels.LEAST_ELEMENTS:
+            return len(shapes) == 1
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self._dtype
+        like = torch.empty(0, dtype=dtype, device=source.device)
+        return not self._decoder_layers()[0].self_attention.has_kernel(like, max(lengths))
 
     @property
     def output_weight(self) -> Tensor:
@@ -247,10 +251,10 @@ class Transformer(nn.Module):
         of_target, places_N = self._joined(wanted, [(b, t, n) for b, _, t, _, n in shapes])
         source_1M, target_1N = source[of_source.real_N][None], given[of_target.real_N][None]
         memory_1MD = self._embed(self.source_embedding, self.source_positions, source_1M, places=places_M)
-        hidden_1ND = self._embed(self.target_embedding, self.target_positions, target_1N, places=places_N)
         for layer in self.encoder_layers:
             memory_1MD = self._layer(layer, of_source, memory_1MD, None, of_source)
         memory_1MD = self.encoder_norm(memory_1MD)
+        hidden_1ND = self._embed(self.target_embedding, self.target_positions, target_1N, places=places_N)
         for layer in self.decoder_layers:
             hidden_1ND = self._layer(layer, of_target, hidden_1ND, memory_1MD, None, (of_source, of_target))
         return self.decoder_norm(hidden_1ND).squeeze(0), wanted[of_target.real_N]
@@ -303,7 +307,7 @@ class Transformer(nn.Module):
         scaled_BTD = embedding(token_BT) * self.embedding_scale
         vectors_TD = positions(start, places[0] if places else token_BT.shape[1], scaled_BTD)
         if places is not None and vectors_TD.dim():
-            vectors_TD = vectors_TD[places[1]]
+            vectors_TD = F.embedding(places[1], vectors_TD)
         return self.embedding_dropout((scaled_BTD + vectors_TD).to(self._dtype))  # type: ignore[no-any-return]
 
     @property

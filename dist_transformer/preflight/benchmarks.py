@@ -58,7 +58,8 @@ def _products_a_second(left: torch.Tensor, right: torch.Tensor, seconds: float) 
 def memory(device: torch.device) -> dict[str, float]:
     """Total and free memory of the machine and, on a GPU, of the GPU."""
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
-    found = {"memory_total_gb": int(fields["MemTotal"]) / 1e6, "memory_free_gb": int(fields["MemAvailable"]) / 1e6}
+    kinds = {"memory_total_gb": "MemTotal", "memory_free_gb": "MemAvailable"}
+    found = {name: int(fields[kind]) * 1024 / 1e9 for name, kind in kinds.items()}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         found |= {"gpu_memory_free_gb": free / 1e9, "gpu_memory_total_gb": total / 1e9}

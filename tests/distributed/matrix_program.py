@@ -209,7 +209,6 @@ def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
 def _engine(combination: Combination, ranks: Any) -> Any:
     import torch
 
-    from dist_transformer.model import gpu_kernels
     from dist_transformer.model.transformer import Transformer
     from dist_transformer.training.engine import engine as engine_module
     from dist_transformer.training.engine import gradient_exchange
@@ -222,7 +221,6 @@ def _engine(combination: Combination, ranks: Any) -> Any:
     model = Transformer(TINY, VOCABULARY, VOCABULARY, 0, activation_checkpointing=checkpointing)
     engine_module.INITIAL_LOSS_SCALE = 1024  # no update is skipped
     gradient_exchange.LEAST_ELEMENTS = 500  # many buckets
-    gpu_kernels.LEAST_ELEMENTS = 0  # on a GPU all micro-batches without padding
     return Engine(Objective(model, 0.1, settings.precision), settings, OptimizerConfig(), ranks)
 
 

@@ -23,7 +23,6 @@ NOT_INHERITED = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "MLFLOW_TRACKING_URI",
-    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in the tests' own process as soon as a test compiles something there
     "PYTHONDONTWRITEBYTECODE",  # with it each of the many starts would compile the package anew
 )
 PROGRAM = [sys.executable, "-m", "dist_transformer"]

@@ -50,10 +50,10 @@ class Objective(nn.Module):
         then without gradients.
         """
         sides = source_BS, target_in_BT, target_out_BT
-        if shapes is not None and self.model.is_padded(shapes, source_BS.is_cuda):
-            ((rows, source, target, _, _),), shapes = shapes, None
-            sides = source_BS.view(rows, source), target_in_BT.view(rows, target), target_out_BT.view(rows, target)
         with self.autocast(source_BS.device):
+            if shapes is not None and self.model.is_padded(shapes, source_BS):
+                ((rows, source, target, _, _),), shapes = shapes, None
+                sides = source_BS.view(rows, source), target_in_BT.view(rows, target), target_out_BT.view(rows, target)
             loss, *others = self.model.loss(*sides, self._label_smoothing, num_targets, shapes, counts_hits)
             if self.second_loss is not None and torch.is_grad_enabled() and not counts_hits:
                 loss = loss + self.second_loss(sides[0], sides[2], shapes)

@@ -61,6 +61,26 @@ def test_joined_batches_have_the_sum_of_their_losses_and_its_gradients(
     torch.testing.assert_close(gradients(model, loss), expected)
 
 
+def test_a_batch_without_tokens_adds_nothing_to_what_it_is_joined_with(make_model: MakeModel) -> None:
+    model, (real,) = make_model().double().eval(), batches_of(SHAPES[:1])
+    weightless = torch.full((1, 1), 2), torch.full((1, 1), 2), torch.full((1, 1), PAD)
+    shapes = [*shapes_of([real]), (1, 1, 1, 1, 1)]  # as `inputs_of` counts
+    loss, nll = model.loss(*one_after_another([real, weightless]), 0.1, None, shapes)
+    torch.testing.assert_close((loss, nll), model.loss(*real, 0.1))
+
+
+def test_parts_are_used_in_the_same_order_with_and_without_padding(make_model: MakeModel) -> None:
+    """Their weights arrive in this order (WeightGather, ZeRO 3), while some ranks may compute one way and some the other."""
+    model, batches, used = make_model(shared_embeddings=False), batches_of(SHAPES), []
+    for number, part in enumerate(model.in_order_of_use()):
+        part.register_forward_pre_hook(lambda *_, number=number: used.append(number))
+    model.loss(*batches[0], 0.1)
+    padded = used.copy()
+    used.clear()
+    model.loss(*one_after_another(batches), 0.1, None, shapes_of(batches))
+    assert used == padded
+
+
 def test_a_sentence_of_joined_batches_skips_a_layer_as_a_whole(make_model: MakeModel) -> None:
     model, seen = make_model(layer_drop=0.5), []
     hooks = [model.encoder_layers[0].register_forward_hook(lambda _, given, output: seen.extend((given[0], output)))]
