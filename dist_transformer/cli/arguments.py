@@ -19,7 +19,8 @@ ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file.", show_defaul
 RunArgument = Annotated[Path, typer.Argument(help="A YAML file, or a run folder to resume.", show_default=False)]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings over the file's: optimizer.learning_rate=3e-4", show_default=False)
+    list[str] | None,
+    typer.Argument(help="Settings over those of the file: optimizer.learning_rate=3e-4", show_default=False),
 ]
 RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
@@ -78,11 +79,15 @@ def write_utf8() -> None:
 PANEL = "Search (default: as the run's configuration says)"
 ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
 EnsembleOption = Annotated[
-    list[Path] | None, typer.Option(help="A further model with the same vocabulary; their mean probabilities count.")
+    list[Path] | None,
+    typer.Option(help="A further model of the same vocabulary; several are one by their mean probabilities."),
 ]
 PluginOption = Annotated[
     str | None,
-    typer.Option(help="Code of model.plugin, executed: FILE.py:NAME, MODULE:NAME, an entry point", show_default=False),
+    typer.Option(
+        help="The code of a model with model.plugin, which is executed: FILE.py:NAME, MODULE:NAME or an entry point.",
+        show_default=False,
+    ),
 ]
 
 

@@ -61,7 +61,8 @@ def evaluate_command(
     ] = "test",
     source: Annotated[Path | None, typer.Option(help="Source file, in place of the run's.")] = None,
     references: Annotated[
-        list[Path] | None, typer.Option("--reference", "--target", help="Reference file, line by line; or several.")
+        list[Path] | None,
+        typer.Option("--reference", "--target", help="Reference file, line by line; may be given several times."),
     ] = None,
     hypothesis: Annotated[
         Path | None, typer.Option(help="A file of translations to score, in place of a model, with --reference.")
@@ -79,14 +80,19 @@ def evaluate_command(
         Path | None, typer.Option(help="A file for the scores, as JSON with the speed; the run is then left as it is.")
     ] = None,
     modified: Annotated[
-        list[str] | None, typer.Option(help="Also score it changed by this one of data.modifiers; or several.")
+        list[str] | None,
+        typer.Option(help="Also score it with each line changed by this one of data.modifiers; several may be given."),
     ] = None,
     metric_plugin: Annotated[
-        str | None, typer.Option(help="A measure of your own, as validation.plugin: FILE.py:NAME.", show_default=False)
+        str | None,
+        typer.Option(help="A measure of your own as well, as validation.plugin: FILE.py:NAME.", show_default=False),
     ] = None,
     tokenised: Annotated[
         Tokenised | None,
-        typer.Option(help="BLEU of older papers too: Moses' tokens, or tokenised text (spaces).", show_default=False),
+        typer.Option(
+            help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of tokenised text (spaces).",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""

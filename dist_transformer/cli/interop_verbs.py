@@ -21,7 +21,10 @@ def export_command(
     out: Annotated[Path, typer.Argument(help="A new folder to write; of argos, a file.", show_default=False)],
     to: Annotated[
         Format,
-        typer.Option(help="marian: Hugging Face; marian-npz: Marian; ctranslate2; argos (a file).", show_default=False),
+        typer.Option(
+            help="marian: of Hugging Face; marian-npz: Marian itself; ctranslate2; argos: a package.",
+            show_default=False,
+        ),
     ],
     quantization: Annotated[
         Quantization | None, typer.Option(help="Of ctranslate2 and argos: how the matrices are kept; default: fp32.")
@@ -59,7 +62,9 @@ def import_command(
     out: Annotated[Path, typer.Argument(help="A new model folder to write.", show_default=False)],
     of: Annotated[
         Literal["marian", "marian-npz", "eole"],
-        typer.Option("--from", help="marian: Hugging Face, OPUS-MT; marian-npz: Marian; eole.", show_default=False),
+        typer.Option(
+            "--from", help="marian: of Hugging Face, OPUS-MT; marian-npz: Marian's own; eole.", show_default=False
+        ),
     ],
 ) -> None:
     """Make a model folder of a model of another program, with the same logits and token ids."""

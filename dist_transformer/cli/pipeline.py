@@ -36,7 +36,8 @@ from dist_transformer.run.records import read_record
 app = typer.Typer(help="A graph of verbs, from text to a small, fast model: run it, or look at it.")
 File = Annotated[Path, typer.Argument(help="The YAML file of a pipeline.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Keys over the file's: root=other nodes.teacher.set.training.max_steps=100")
+    list[str] | None,
+    typer.Argument(help="Keys over those of the file: root=runs/other nodes.teacher.set.training.max_steps=100"),
 ]
 SUBMITTED = "slurm/pipeline.yaml"
 """The file as it was submitted, in the folder of a node, whose job reads it. (Earlier jobs read ROOT/pipeline.yaml.)"""

@@ -28,7 +28,8 @@ TokensPerSecond = Annotated[
     float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of one rank that trains alone.")
 ]
 AllReduce = Annotated[
-    float | None, typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Between nodes, as preflight prints it.")
+    float | None,
+    typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Measured between nodes, as preflight prints it."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -70,7 +71,8 @@ def simulate_command(
         float, typer.Option(min=0, help="Until a dead node that has the batch script is noticed. 300: Slurm's default.")
     ] = 300,
     requeue_seconds: Annotated[
-        float, typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; a busy queue: more")
+        float,
+        typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; a busy queue takes more."),
     ] = 120,
     restart_seconds: Annotated[float, typer.Option(min=0, help="From its start to the first step. 60: assumed.")] = 60,
     save_seconds: Annotated[

@@ -29,7 +29,8 @@ def score_command(
         Literal["refuse", "lowest"], typer.Option(help="Longer pairs end the command, or have the score -inf.")
     ] = "refuse",
     per_token: Annotated[
-        bool, typer.Option("--per-token", help="Of each token of the line, between spaces; the end of sentence last.")
+        bool,
+        typer.Option("--per-token", help="Of each token of the line, apart by spaces; the end of sentence is last."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="An object a line: sum, pieces, and each of them.")] = False,
 ) -> None:

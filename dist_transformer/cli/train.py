@@ -28,7 +28,8 @@ def train_command(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print warnings and errors only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records of metrics.jsonl too.")] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Show where a step goes, by a table and traces in the run's profile/.")
+        bool,
+        typer.Option("--profile", help="Show where a step goes: profile/ in the run folder has a table and traces."),
     ] = False,
 ) -> None:
     """Train, or resume a run folder from its newest complete checkpoint, on any number of ranks.

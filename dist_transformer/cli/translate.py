@@ -29,11 +29,13 @@ def translate_command(
         Path | None, typer.Option("--input", help="A file of lines; none: standard input.", rich_help_panel=FILES)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --input: whole or absent; resumes after a stop.", rich_help_panel=FILES)
+        Path | None,
+        typer.Option(help="With --input: complete or not there; resumes after a stop.", rich_help_panel=FILES),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes here that share the file.", rich_help_panel=FILES)] = 1,
     prefix: Annotated[
-        Path | None, typer.Option(help="A file: by line, what its translations begin with.", rich_help_panel=FILES)
+        Path | None,
+        typer.Option(help="A file: for each line, what its translations begin with.", rich_help_panel=FILES),
     ] = None,
     ensemble: options.EnsembleOption = None,
     plugin: options.PluginOption = None,
@@ -54,7 +56,8 @@ def translate_command(
         bool, typer.Option("--alignment", help="Append pairs of words: 0-0 1-2.", rich_help_panel=FORM)
     ] = False,
     mbr: Annotated[
-        int | None, typer.Option(min=2, help="Of N (beam or samples) the most like the others.", rich_help_panel=FORM)
+        int | None,
+        typer.Option(min=2, help="Of so many (beam or samples) the one most like the others.", rich_help_panel=FORM),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="An object a line: text, score, log-probability.", rich_help_panel=FORM)
