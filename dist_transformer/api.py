@@ -183,7 +183,9 @@ def train(config: Config | str | Path, ranks: int = 1) -> Run:
         code = start_local_ranks([str(path)], ranks, are_held=True, leave_together=True)
     if code not in (EXIT_DONE, EXIT_REQUEUE):
         error = UserError if code == EXIT_USER_ERROR else MachineError
-        raise error(f"{run_dir.path}: training ended with exit code {code}; standard error and train.log say why")
+        raise error(
+            f"{run_dir.path}: training ended with exit code {code}; the reason is on standard error and in train.log"
+        )
     return Run(run_dir.path)
 
 

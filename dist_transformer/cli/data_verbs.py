@@ -24,7 +24,9 @@ Step = Annotated[
     ),
 ]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Rows to print as text and pieces.")]
-Lane = Annotated[int | None, typer.Option(min=0, help="Their lane; default: the first with some.", show_default=False)]
+Lane = Annotated[
+    int | None, typer.Option(min=0, help="Lane of these rows; default: the first that has some.", show_default=False)
+]
 Processes = Annotated[
     int, typer.Option(min=1, help="Processes on this machine that share the work; as many as it has cores is fastest.")
 ]

@@ -25,7 +25,9 @@ BYTE_ORDER_MARK = "\ufeff"
 def extend_vocabulary_command(
     model: Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Where to write the new model folder.", show_default=False)],
-    pieces: Annotated[list[str] | None, typer.Option(help="A new piece: <bt>, ▁Wetter; any number of times.")] = None,
+    pieces: Annotated[
+        list[str] | None, typer.Option(help="A new piece: <bt>, ▁Wetter; may be given several times.")
+    ] = None,
     pieces_file: Annotated[Path | None, typer.Option(help="A file with a piece a line.")] = None,
     side: Annotated[Side, typer.Option(help="Which of two separate vocabularies.")] = "both",
 ) -> None:

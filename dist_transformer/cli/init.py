@@ -44,7 +44,9 @@ def init_command(
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     validation: TwoFiles = None,
     test: TwoFiles = None,
-    held_out: Annotated[int | None, typer.Option(min=1, help="Pairs held out for validation and for the test.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=1, help="Pairs held out for validation, and for the test.")
+    ] = None,
     preset: Annotated[
         Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Size of the model; default: by the pairs.")
     ] = None,

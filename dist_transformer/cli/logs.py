@@ -21,7 +21,9 @@ _ENDED = ("finished", "stopped", "failed")
 
 def logs_command(
     run: RunOrJob,
-    follow_log: Annotated[bool, typer.Option("--follow", "-f", help="Follow it until the run is over.")] = False,
+    follow_log: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow what is added, until the run is over.")
+    ] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only the lines of this rank.")] = None,
     lines: Annotated[int, typer.Option(min=0, help="How many of the last lines to begin with.")] = 50,
     root: Root = RUNS,

@@ -23,7 +23,9 @@ Gpu = Annotated[str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ..., c
 GpusPerNode = Annotated[
     int | None, typer.Option(min=1, max=64, help="GPUs, and so ranks, of each node; else slurm.ranks_per_node.")
 ]
-Calibrate = Annotated[Path | None, typer.Option(help="A preflight's report.json: medians for the table's figures.")]
+Calibrate = Annotated[
+    Path | None, typer.Option(help="A preflight's report.json, whose medians replace the table's figures.")
+]
 TokensPerSecond = Annotated[
     float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of one rank that trains alone.")
 ]
@@ -74,7 +76,9 @@ def simulate_command(
         float,
         typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; a busy queue takes more."),
     ] = 120,
-    restart_seconds: Annotated[float, typer.Option(min=0, help="From its start to the first step. 60: assumed.")] = 60,
+    restart_seconds: Annotated[
+        float, typer.Option(min=0, help="From the start of an attempt to its first step. 60: assumed.")
+    ] = 60,
     save_seconds: Annotated[
         float | None, typer.Option(min=0, help="Training stands still for a checkpoint; else by its size.")
     ] = None,

@@ -68,7 +68,9 @@ def score_command(
 
 def rerank_command(
     n_best: Annotated[Path, typer.Argument(help="What translate --n-best wrote.", show_default=False)],
-    scores: Annotated[Path, typer.Argument(help="A number for each of its lines: more is better.", show_default=False)],
+    scores: Annotated[
+        Path, typer.Argument(help="A number for each of its lines, higher is better.", show_default=False)
+    ],
 ) -> None:
     """Print the translation of each line that has the highest score in a file, of equals the first."""
     from dist_transformer.decoding.sharded_files import numbered_lines

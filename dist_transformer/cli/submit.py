@@ -26,11 +26,17 @@ _VERBS = [
 
 
 def submit_command(
-    run: Annotated[Path | None, typer.Argument(help="A YAML file, or a run folder.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A YAML file, or a run folder to resume.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, submit nothing.")] = False,
-    stages: Annotated[str, typer.Option(help=f"Jobs one after another: some of {','.join(STAGES)}.")] = "train",
-    after: Annotated[str, typer.Option(help="Begin when these jobs ended well: 12 or 12,13.", show_default=False)] = "",
+    stages: Annotated[
+        str, typer.Option(help=f"Jobs that follow each other: some of {','.join(STAGES)}, in this order.")
+    ] = "train",
+    after: Annotated[
+        str, typer.Option(help="Begin when these jobs have ended well: 12 or 12,13.", show_default=False)
+    ] = "",
     pipeline: Annotated[
         Path | None, typer.Option(help="A file of nodes, in place of a run: a job for each.", show_default=False)
     ] = None,
@@ -58,8 +64,12 @@ def submit_run(
     after: Sequence[str] = (),
     dry_run: bool = False,
 ) -> None:
-    """Submits a YAML file or a run folder, and prints the jobs and the commands to watch and stop them. Raises the errors
-    of `checked_submission`, and SlurmError: sbatch failed."""
+    """Submits a YAML file or a run folder, and prints the jobs and the commands to watch and stop them.
+
+    Raises:
+        ConfigError: all problems of the run together.
+        SlurmError: sbatch failed.
+    """
     submission, slurm = checked_submission(run, overrides, stages, after, dry_run=dry_run)
     size = _size_in_words(slurm) if "train" in stages else ""
     if dry_run:

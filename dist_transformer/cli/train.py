@@ -26,7 +26,9 @@ def train_command(
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 1,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print warnings and errors only.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records of metrics.jsonl too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each record of metrics.jsonl on standard output too.")
+    ] = False,
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Show where a step goes: profile/ in the run folder has a table and traces."),

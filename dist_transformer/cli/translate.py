@@ -32,7 +32,9 @@ def translate_command(
         Path | None,
         typer.Option(help="With --input: complete or not there; resumes after a stop.", rich_help_panel=FILES),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes here that share the file.", rich_help_panel=FILES)] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes that share the file on this machine.", rich_help_panel=FILES)
+    ] = 1,
     prefix: Annotated[
         Path | None,
         typer.Option(help="A file: for each line, what its translations begin with.", rich_help_panel=FILES),
@@ -43,7 +45,9 @@ def translate_command(
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
     n_best: Annotated[int | None, option_of_search("Translations for each line, best first.", min=1)] = None,
-    no_repeat_ngram: Annotated[int | None, option_of_search("No n-gram of N tokens twice; 0: any.", min=0)] = None,
+    no_repeat_ngram: Annotated[
+        int | None, option_of_search("No n-gram of so many tokens twice; 0: any.", min=0)
+    ] = None,
     sampling: Annotated[bool | None, option_of_search("Draw tokens, no beam.", "--sampling/--no-sampling")] = None,
     temperature: Annotated[float | None, option_of_search("Sampling: divides logits.")] = None,
     top_k: Annotated[int | None, option_of_search("Sampling: from so many likeliest tokens; 0: all.", min=0)] = None,

@@ -40,7 +40,9 @@ class CTranslate2Searcher:
         folder is incomplete."""
         for name, field in type(config).model_fields.items():
             if name not in SUPPORTED and getattr(config, name) != field.default:
-                raise UserError(f"--{name.replace('_', '-')}: not with CTranslate2; take --engine torch, or drop it")
+                raise UserError(
+                    f"--{name.replace('_', '-')}: not with CTranslate2; take the engine torch, or leave it out"
+                )
         self.config = config
         if ctranslate2_export.is_exported(folder):
             self._load(folder, device)

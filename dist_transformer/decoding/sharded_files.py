@@ -226,7 +226,9 @@ def _read_plan(path: Path) -> Plan:
     with suppress(OSError, ValueError):
         plan = patiently(path, lambda: read_json(path), MISPLACED)
     if not isinstance(plan, dict) or "input" not in plan:
-        raise UserError(f"{path}: is there already, and is no plan of a translation: move it, or name another output")
+        raise UserError(
+            f"{path}: is there already, and is no plan of a translation: move it away, or name another output"
+        )
     return plan
 
 

@@ -244,4 +244,6 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
-    raise MachineError("127.0.0.1: no port is free there, at which ranks of this machine meet; is the interface lo up?")
+    raise MachineError(
+        "127.0.0.1: no port can be had there, for the ranks of this machine to meet; is the interface lo up?"
+    )

@@ -60,7 +60,9 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
             real = Path(os.path.realpath(path))
             above = [(folder, RunDir(folder.parent)) for folder in (real, *real.parents)]
             if any(folder == run_dir.checkpoints and run_dir.config.is_file() for folder, run_dir in above):
-                raise UserError(f"{path}: lies among the checkpoints of a run, kept for resumes; give another path")
+                raise UserError(
+                    f"{path}: lies among the checkpoints of a run, which are kept for resumes; give another path"
+                )
             folder = next(folder for folder in (real, *real.parents) if folder.is_dir())
             try:
                 tempfile.TemporaryFile(dir=folder).close()  # as root, and on some disks, only this shows it

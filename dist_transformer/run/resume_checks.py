@@ -104,7 +104,9 @@ def stage_problems(config: Config, run_dir: RunDir, stages: Sequence[Stage], aft
         run = read_record(run_dir.state)
         step, max_steps = int(run.get("step", 0)), config.training.max_steps
         if run.get("state") == "finished" and max_steps is not None and step >= max_steps:
-            yield f"{run_dir.path}: is finished at step {step} of {max_steps}; to continue, raise training.max_steps"
+            yield (
+                f"{run_dir.path}: is finished at step {step} of {max_steps}; give a larger training.max_steps to continue"
+            )
     elif {"average", "evaluate"} & {*stages} and not (after or newest_checkpoint(run_dir) or run_dir.model.is_dir()):
         yield (
             f"run folder {run_dir.path}: has neither a checkpoint nor model/, so --stages {','.join(stages)} would find "

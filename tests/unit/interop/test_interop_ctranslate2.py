@@ -281,13 +281,13 @@ def test_what_ctranslate2_cannot_do_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="heads have keys of size 4 and values of size 8"):
         export_ctranslate2(loaded, tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
-    with pytest.raises(UserError, match=r"--sampling: .* take --engine torch"):
+    with pytest.raises(UserError, match=r"--sampling: .* take the engine torch"):
         searchers(loaded, tmp_path / "ours", sampling=True)
 
     class WithAnother(DecodingConfig):
         min_tokens: int = 0
 
-    with pytest.raises(UserError, match=r"--min-tokens: .* take --engine torch"):
+    with pytest.raises(UserError, match=r"--min-tokens: .* take the engine torch"):
         CTranslate2Searcher(tmp_path / "ours", special_of(loaded), WithAnother(min_tokens=3), CPU)
 
 

@@ -265,7 +265,7 @@ def test_a_finished_run_is_not_trained_again_unless_it_is_given_more_steps(
     submit_run(yaml, ["data.test={demo: test}"])
     run_dir.model.mkdir()
     write_json(run_dir.state, {"state": "finished", "step": 60})
-    finished = f"{run_dir.path}: is finished at step 60 of 60; to continue, raise training.max_steps"
+    finished = f"{run_dir.path}: is finished at step 60 of 60; give a larger training.max_steps to continue"
     with pytest.raises(ConfigError) as caught:
         submit_run(run_dir.path, [])
     assert (caught.value.exit_code, caught.value.problems) == (2, [finished])
