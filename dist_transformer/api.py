@@ -175,7 +175,8 @@ def train(config: Config | str | Path, ranks: int = 1) -> Run:
 
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
-            "train: needs the main thread, for signals; in another start `dist-transformer train` as a process"
+            "train: call it in the main thread, which receives the signals that stop a run; from another thread start "
+            "`dist-transformer train` as a process"
         )
     with _path_of(config) as path:
         resolved, run_dir = read_run(path)

@@ -83,7 +83,7 @@ def slurm_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
 
 
 def start_problems(config: Config, run_dir: RunDir, *, is_after_others: bool = False) -> Iterator[str]:
-    """Problems of a start or a resume; those of room on the disk are left to `submit`."""
+    """Problems of a start or a resume, but those of its name, its data, memory and room on the disk."""
     yield from _checkpoint_problems(config, run_dir)
     yield from _measured_problems(config, run_dir)
     yield from () if is_after_others else initial_weights_problems(config, run_dir)

@@ -51,7 +51,7 @@ _WAITING = {
     "Cleaning": "the nodes of its last attempt are being cleaned up",
     "job requeued in held state": "held by `scontrol requeuehold`: `dist-transformer resume` releases it",
     "launch fail": "a node could not start it, so it is held: `dist-transformer resume` releases it",
-    "user env retrieval failed requeued held": "held: a node failed to read your environment; `dist-transformer resume` it",
+    "user env retrieval failed requeued held": "held: a node cannot read your environment: `dist-transformer resume` releases it",
     "DeadLine": "it cannot end before its deadline: it will not start",
     "Max": "it, or the jobs of your account together, ask for more than the QOS allows",
     "MaxMemPerLimit": "it asks for more memory than a limit of the site allows",

@@ -80,7 +80,8 @@ def newest_job_id(run_dir: RunDir) -> str | None:
     if job_id and isinstance(note.get("attempts"), int):  # counted, as the clocks of nodes differ
         later = later[note["attempts"] :]
     elif job_id:  # submitted by an earlier version
-        later = [record for record in later if record["time"] > submitted_at(run_dir, 0.0)]
+        since = submitted_at(run_dir, 0.0)
+        later = [record for record in later if record["time"] > since]
     begun = [record for record in later if record["event"] == "began"]
     return str(begun[-1]["job"]) if begun else job_id
 
