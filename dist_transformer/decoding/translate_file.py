@@ -51,7 +51,7 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
 
         def after_batch(done: int) -> None:
             show("translating", done, num_lines)
-            if done % lines_of_chunk and done < num_lines:  # else the chunk is done, and is written first
+            if done < first + count:  # else the chunk is done, and is written first
                 _end_if_stopped(stop, parts, num_before)
 
         for chunk in range(rank, parts.num_chunks, num_ranks):

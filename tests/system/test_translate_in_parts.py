@@ -18,7 +18,7 @@ from dist_transformer.cli.main import app
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
-from dist_transformer.decoding import sharded_files
+from dist_transformer.decoding import sharded_files, translate
 from dist_transformer.decoding import translate_file as cli_translate_file
 from dist_transformer.decoding.engines import Search, open_search
 from dist_transformer.decoding.translate_file import translate_file
@@ -121,6 +121,26 @@ def test_a_job_that_was_restarted_often_comes_back_as_long_as_parts_get_done(
     with pytest.raises(SystemExit) as stopped:
         ranks.run(Task([model], SETTINGS, "torch"), tmp_path / "out", 0, 2, stop)
     assert stopped.value.code == EXIT_REQUEUE
+
+
+def test_a_stop_is_seen_between_the_pieces_of_one_long_line(
+    ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a line that is cut, no batch of the search but the last completes one."""
+    ranks.source.write_text(" ".join(SOURCES[:60]) + "\n", encoding="utf-8")
+    settings = DecodingConfig(beam_size=1, max_tokens=64, max_source_tokens=32, too_long="split")
+    stop, batches, search = StopRequest(), [], translate._search
+
+    def search_and_be_stopped(*about: Any) -> Any:
+        batches.append(about)
+        stop.end_after(0.0)
+        return search(*about)
+
+    monkeypatch.setattr(translate, "_search", search_and_be_stopped)
+    with pytest.raises(SystemExit) as stopped:
+        ranks.run(Task([model], settings, "torch"), tmp_path / "out", 0, 1, stop)
+    assert stopped.value.code == EXIT_REQUEUE
+    assert len(batches) == 1
 
 
 def test_a_new_start_on_other_ranks_makes_only_what_is_missing(

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dist_transformer.config.loading import flatten
 from dist_transformer.data.sources.lines import check_utf8, read_complete_lines, read_lines
 from dist_transformer.data.sources.readers import PairReader, Pairs
 from dist_transformer.errors import DataError
@@ -51,8 +50,7 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
         if line.strip():
             break
     # From the first row of the file, even if it is not wanted: rows of other processes are not parsed.
-    first = _json_object(file, len(head), head[-1], drop) if head and head[-1].strip() else None
-    columns = None if first is None else choose([*flatten(first)], file)
+    columns = choose(_paths(_json_object(file, len(head), head[-1], drop)), file) if head and head[-1].strip() else None
 
     def parse_line(number: int, line: bytes) -> tuple[Any, Any]:
         row = _json_object(file, number, line, drop)
@@ -129,6 +127,13 @@ def _json_text(row: dict[str, Any], column: str, file: str, number: int, may_be_
     if value is None or isinstance(value, str):
         return value
     raise DataError(f"{file}:{number}: column {column!r} holds {_kind(value)}, expected text. Name another in columns.")
+
+
+def _paths(row: dict[str, Any], prefix: str = "") -> list[str]:
+    """Returns the names of all values, nested ones with dots."""
+    nested = ((f"{prefix}{key}", value) for key, value in row.items())
+    found = ([*_paths(value, f"{name}.")] if isinstance(value, dict) else [name] for name, value in nested)
+    return list(itertools.chain.from_iterable(found))
 
 
 def _kind(value: Any) -> str:
