@@ -1,4 +1,4 @@
-"""What is faster on CUDA by kernels of our own (triton_kernels.py): attention of short rows that lie end to end, the sum and
+"""Operations with kernels of our own for CUDA (triton_kernels.py): attention of short rows that lie end to end, the sum and
 norm after a sub-layer, the gradient of logits.
 
 torch's kernels of attention work on blocks of 64 or 128 positions, and sentences have 30; its gradient of a norm's weight

@@ -126,7 +126,7 @@ def test_a_job_that_was_restarted_often_comes_back_as_long_as_parts_get_done(
 def test_a_stop_is_seen_between_the_pieces_of_one_long_line(
     ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a line that is cut, no batch of the search but the last completes one."""
+    """A line that is cut is complete only with the last batch of its search."""
     ranks.source.write_text(" ".join(SOURCES[:60]) + "\n", encoding="utf-8")
     settings = DecodingConfig(beam_size=1, max_tokens=64, max_source_tokens=32, too_long="split")
     stop, batches, search = StopRequest(), [], translate._search

@@ -22,7 +22,8 @@ TRITON = Path(sys.prefix) / "triton"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = {torch.float16: 1e-3, torch.float32: 5e-3 if DEVICE.type == "cuda" else 1e-6}
 ERROR |= {torch.bfloat16: 8e-3} if DEVICE.type == "cuda" else {}
-"""Of a result relative to fp64: the rounding of its type, in products on GPUs of TF32. The interpreter has no bf16."""
+"""Largest error of a result relative to fp64: the rounding of its type, in products on GPUs of TF32. The interpreter has no
+bf16."""
 dtypes = pytest.mark.parametrize("dtype", ERROR)
 
 
@@ -129,8 +130,11 @@ def test_the_model_has_the_same_gradients_with_the_kernels(
     torch.testing.assert_close(found, expected_loss, rtol=ERROR[torch.float32], atol=0)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="there they run")
-def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "dist_transformer.model.triton_kernels", raising=False)
     gpu_kernels.has_kernels.cache_clear()
     assert not gpu_kernels.has_kernels()
     assert "Triton needs a C compiler and Python's headers" in caplog.text
