@@ -28,6 +28,8 @@ LEAST_ELEMENTS = 2**25
 """Hidden numbers of both sides of a pass, with padding, from which the rows are computed end to end: below, the GPU waits for
 the host, to which a kernel of Triton costs more. On an H200 `base` was as fast both ways with 61,440 tokens, and 1.29 times as
 fast with 122,880; `big` 1.34 times."""
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability that Triton's compiler is made for: for a V100 (7.0) it takes minutes and gigabytes a kernel."""
 Blocks = tuple[int, int]
 NORM_PROGRAMS = 1056
 """Programs of the backward pass of a norm, each of which sums gradients of the weight."""
@@ -36,6 +38,9 @@ NORM_PROGRAMS = 1056
 @functools.cache
 def has_kernels() -> bool:
     """True if Triton is installed and its kernels run here; else a warning says why not."""
+    if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        log.warning("kernels    torch's alone, which are slower: ours need compute capability %d.%d", *LEAST_CAPABILITY)
+        return False
     try:
         try_kernels("cuda")
         torch.cuda.synchronize()

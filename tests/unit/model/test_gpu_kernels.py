@@ -2,6 +2,9 @@
 DIST_TRANSFORMER_TEST_GPUS names, as `benchmarks/gpu.py --acceptance` does."""
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,9 +138,21 @@ def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
     monkeypatch.delitem(sys.modules, "dist_transformer.model.triton_kernels", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     gpu_kernels.has_kernels.cache_clear()
     assert not gpu_kernels.has_kernels()
     assert "Triton needs a C compiler and Python's headers" in caplog.text
+    gpu_kernels.has_kernels.cache_clear()
+
+
+def test_triton_compiles_nothing_for_gpus_for_which_it_takes_minutes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(gpu_kernels, "try_kernels", lambda _: pytest.fail("compiled"))
+    gpu_kernels.has_kernels.cache_clear()
+    assert not gpu_kernels.has_kernels()
+    assert "ours need compute capability 8.0" in caplog.text
     gpu_kernels.has_kernels.cache_clear()
 
 
@@ -171,3 +186,20 @@ def test_all_kernels_are_tried_before_one_is_used(monkeypatch: pytest.MonkeyPatc
     gpu_kernels.try_kernels(DEVICE.type)
     assert tried[:2] == ["attend", "attend_backward"]
     assert len(tried) == 3
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(tmp_path: Path) -> None:
+    """Triton's compiler needs no GPU; in a process of its own, since here its kernels may be interpreted."""
+    room_and_longest = {"80": (166_912, 128), "90": (232_448, 128), "86": (101_376, 64)}  # CUDA's programming guide
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(TRITON)]), "TRITON_CACHE_DIR": str(tmp_path)}
+    for room, longest in room_and_longest.values():
+        assert longest == (gpu_kernels.LONGEST if room >= gpu_kernels.LARGEST_PROGRAM_BYTES else 64)
+    script = [sys.executable, Path(__file__).with_name("compile_kernels.py")]
+    about = [f"{capability}:{longest}" for capability, (_, longest) in room_and_longest.items()]
+    done = subprocess.run([*script, *about], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for capability, shared in json.loads(done.stdout).items():
+        assert set(shared) == {"attend", "attend_backward", "add_norm", "add_norm_backward", "gradient_of_logits"}
+        assert max(shared.values()) <= room_and_longest[capability][0], capability
