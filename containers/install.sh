@@ -16,9 +16,9 @@ case "${1:-}" in
     case "${2:-}" in
       cuda)
         "${install[@]}" torch
-        # Triton compiles what starts the kernels for GPUs.
+        # Triton compiles what starts the kernels for GPUs; without ibverbs NCCL takes TCP, and does not say so.
         apt-get update --quiet
-        apt-get install --yes --quiet --no-install-recommends gcc libc6-dev
+        apt-get install --yes --quiet --no-install-recommends gcc libc6-dev libibverbs1 ibverbs-providers
         rm -rf /var/lib/apt/lists/* ;;
       cpu) "${install[@]}" --extra-index-url https://download.pytorch.org/whl/cpu torch ;;
       *) echo "expected the variant cuda or cpu; got '${2:-}'" >&2; exit 2 ;;

@@ -176,6 +176,7 @@ class BatchJob:
             kept |= {"SRUN_CPUS_PER_TASK": cpus, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", cpus)}
         if is_whole:
             kept["SLURM_NTASKS"] = str(self._num_ranks)
+        kept.setdefault("NCCL_DEBUG", "WARN")  # its faults, which its errors do not name
         kept["DIST_TRANSFORMER_KEEP_STOP"] = "1"  # the file of `stop` counts, even if it was made while the job waited
         # Below the kernel's ephemeral ports; ranks of the step before may hold theirs.
         port = 10000 + (int(kept["SLURM_JOB_ID"]) * 7 + self._attempt + 11 * self._steps) % 20000

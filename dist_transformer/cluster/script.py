@@ -56,6 +56,10 @@ def with_folders_of(folders: Iterable[Path], paths: Iterable[Path]) -> list[Path
 def _settings(slurm: SlurmConfig, code: Path, folders: Iterable[Path]) -> list[str]:
     # The submitting interpreter is the host's; the image has its own on its PATH.
     inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
+    if (
+        inside and slurm.container_runtime == "pyxis" and slurm.gpus_per_node
+    ):  # enroot gives an image no GPU without them
+        inside |= {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in {**inside, **slurm.environment}.items()),
         f"export DIST_TRANSFORMER_SIGNAL_SECONDS={slurm.signal_seconds}",

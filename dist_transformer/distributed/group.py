@@ -19,11 +19,27 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dist_transformer.errors import MachineError, UserError
+from dist_transformer.errors import EXIT_FAILED, MachineError, UserError
 from dist_transformer.processes.launching import free_port
 
 Result = TypeVar("Result")
-_NO_INTERFACE = "GLOO_SOCKET_IFNAME names no interface of this node that has an address (`ip -br addr`): correct it"
+_CAUSES_HERE = (
+    (
+        "Unable to find address for",
+        "GLOO_SOCKET_IFNAME names no interface of this node that has an address (`ip -br addr`): correct it",
+    ),
+    (
+        "EADDRINUSE|address already in use",
+        "another process of this node has the port MASTER_PORT: start again, which takes another port, or give a free one",
+    ),
+    (
+        r"ibv_\w+ failed",
+        "NCCL cannot use the network card. It mostly lacks locked memory: `ulimit -l unlimited` where slurmd starts, or "
+        "--ulimit memlock=-1 of the container",
+    ),
+    ("/dev/shm/nccl", "NCCL lacks room in /dev/shm: give the container more (--shm-size), or the host's"),
+)
+"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for, on this node."""
 _CAUSES = (
     (
         r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
@@ -37,14 +53,13 @@ _CAUSES = (
         r"waiting for clients|wait timeout after|client socket has (timed out|failed)",
         "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
     ),
-    ("Unable to find address for", _NO_INTERFACE),
     (
         "connectFullMesh failed",
         "a rank cannot connect to the address of another: a firewall, or a name that is 127.0.x.x in /etc/hosts, as on Debian: "
         "give the network's interface (`ip -br addr`) in GLOO_SOCKET_IFNAME (slurm.environment)",
     ),
 )
-"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
+"""The same for causes that are with another rank."""
 
 
 @dataclass
@@ -285,7 +300,11 @@ def join(timeout_seconds: int) -> Ranks:
             "rank per GPU, each seeing all GPUs of the node (Slurm: --gpus-per-node, not --gpus-per-task; MIG: one slice)"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except RuntimeError as error:
+            told = f"{platform.node()}: GPU {rank_of_node} cannot be used ({str(error).splitlines()[0]})"
+            raise MachineError(f"{told}: another process holds it, or it is broken (nvidia-smi)") from error
     timeout = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
@@ -294,8 +313,7 @@ def join(timeout_seconds: int) -> Ranks:
         if (cause := explain(error)) is None:
             raise
         refusal = MachineError(f"rank {rank} of {num_ranks} on {platform.node()} cannot join the others: {cause}")
-        if cause != _NO_INTERFACE:  # all others are of another rank
-            refusal.exit_code = exit_code_of_victim(refusal.exit_code)
+        refusal.exit_code = exit_code_of(cause)
         raise refusal from error
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
@@ -311,11 +329,12 @@ def has_gpus() -> bool:
     listed = [t.count(",") + 1 if t.startswith((*"0123456789", "GPU-", "MIG-")) else 0 for t in lists if t is not None]
     needed = min(given, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), *listed)
     # One of several is no fault: a task that Slurm bound to its own GPU sees no other, nor two slices of one (MIG).
-    if seen < needed and seen != 1 and (torch.version.cuda or torch.version.hip):
+    is_one = seen == 1 and not any(t and "," in t and "MIG-" not in t for t in lists)
+    if seen < needed and not is_one and (torch.version.cuda or torch.version.hip):
         raise MachineError(
             f"{os.uname().nodename}: Slurm gave this job {given} GPUs here, torch {torch.__version__} sees {seen}: the driver is "
-            "too old, a GPU is lost (nvidia-smi), or the container lacks --nv. To train on CPUs set slurm.gpus_per_node: 0, or "
-            "CUDA_VISIBLE_DEVICES= for the ranks"
+            "too old, a GPU is lost (nvidia-smi), or the container lacks --nv (enroot: NVIDIA_VISIBLE_DEVICES). "
+            "To train on CPUs set slurm.gpus_per_node: 0, or CUDA_VISIBLE_DEVICES= for the ranks"
         )
     return seen > 0
 
@@ -352,7 +371,13 @@ def explain(error: BaseException) -> str | None:
     """Returns one line on the cause of a failed collective; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None
-    return next((cause for pattern, cause in _CAUSES if re.search(pattern, str(error))), None)
+    return next((cause for pattern, cause in (*_CAUSES_HERE, *_CAUSES) if re.search(pattern, str(error))), None)
+
+
+def exit_code_of(cause: str | None) -> int:
+    """Exit code of a rank that failed with this cause, as `explain` found it: a victim's if another rank is the cause."""
+    is_victim = cause in [of_another for _, of_another in _CAUSES]
+    return exit_code_of_victim(EXIT_FAILED) if is_victim else EXIT_FAILED
 
 
 def exit_code_of_victim(code: int) -> int:

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 SIGNAL = signal.SIGRTMIN + 5
 """A signal that no library uses. Its default action ends a process: it is sent only to processes that registered."""
 
-FOLDER = Path("/tmp")
-"""Folder of the stacks. Not TMPDIR, which the asking process may have set differently from the ranks."""
+FOLDER = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp")
+"""Folder of the stacks, in memory: enroot gives a container another /tmp. Not TMPDIR, which may be set differently for the
+ranks than for the asking process."""
 
 ANSWER_SECONDS = 5.0
 QUIET_SECONDS = 0.2

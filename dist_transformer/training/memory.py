@@ -140,6 +140,7 @@ def explaining_out_of_memory(doing: str, device: torch.device, kind: type[UserEr
 def is_out_of_memory(error: BaseException) -> bool:
     """True for an out-of-memory error of any library, or of another rank."""
     has_text = isinstance(error, RuntimeError | MachineError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    has_text &= "ibv_" not in str(error)  # a network card's, which lacks memory that it may lock
     return has_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 

@@ -19,7 +19,7 @@ from dist_transformer.data.prepare.progress import prepare_for_training
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks, has_gpus
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError, say
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, DataError, MachineError, UserError, say
 from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
 from dist_transformer.processes.launching import threads_per_rank
 from dist_transformer.processes.stop_request import StopRequest, leave
@@ -84,7 +84,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         say(f"{_name_of(ranks)} failed: {said}")
         _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=cause is not None)
-        leave(EXIT_FAILED if cause is None else group.exit_code_of_victim(EXIT_FAILED))
+        leave(group.exit_code_of(cause))
     lock.release()
     group.leave()
     return code

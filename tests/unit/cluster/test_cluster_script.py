@@ -67,6 +67,16 @@ def test_images_and_mounts_reach_the_script_as_they_are(tmp_path: Path, value: s
     assert not (tmp_path / "executed").exists()
 
 
+def test_pyxis_gives_an_image_its_gpus_but_for_what_the_user_sets(tmp_path: Path) -> None:
+    names = "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"
+    given = {"container_image": "i.sqsh", "gpus_per_node": 8}
+    script = render_script("train.sbatch", _slurm(**given), tmp_path)
+    assert _values(tmp_path, script, *names) == ["all", "compute,utility"]
+    script = render_script("train.sbatch", _slurm(**given, environment={names[0]: "0,1"}), tmp_path)
+    assert _values(tmp_path, script, *names) == ["0,1", "compute,utility"]
+    assert names[0] not in render_script("train.sbatch", _slurm(container_image="i.sqsh"), tmp_path)
+
+
 def test_without_gpus_a_container_is_not_asked_for_them(tmp_path: Path) -> None:
     slurm = _slurm(container_image="i.sif", container_runtime="apptainer")
     assert _values(tmp_path, render_script("train.sbatch", slurm, tmp_path), "rank_prefix[@]") == [

@@ -99,6 +99,7 @@ EIGHT = ",".join(map(str, range(8)))
         (8, 0, 8, {}),
         (8, 0, 1, {"CUDA_VISIBLE_DEVICES": EIGHT}),
         (8, 7, 8, {"CUDA_VISIBLE_DEVICES": EIGHT}),
+        (2, 1, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
         (2, 0, 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}),
         (2, 0, 2, {"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b"}),
     ],
@@ -155,6 +156,18 @@ def test_a_rank_without_a_gpu_of_its_own_is_told_how_ranks_and_gpus_belong_toget
     with pytest.raises(UserError, match=r"rank 3 is number 3 on its node, which shows it 1 GPUs: .*MIG") as raised:
         group.join(60)
     assert raised.type is UserError
+
+
+def test_a_gpu_that_cannot_be_used_is_a_fault_of_the_machine(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call")
+
+    node.has(2, 2, 2, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    monkeypatch.setattr(torch.cuda, "set_device", is_full)
+    with pytest.raises(
+        MachineError, match=r"GPU 1 cannot be used \(CUDA error: out of memory\): another process .*nvidia-smi"
+    ):
+        group.join(60)
 
 
 def test_products_in_fp32_are_not_rounded_to_tf32() -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from running import NOT_INHERITED, free_port, without
 
-from dist_transformer.distributed.group import LastCollective, explain
+from dist_transformer.distributed.group import LastCollective, exit_code_of, explain
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
+from dist_transformer.training.memory import is_out_of_memory
 from dist_transformer.training.watchdog import Watchdog
 
 pytestmark = pytest.mark.slow
@@ -196,6 +199,17 @@ except MachineError as error:
     ],
 )
 def test_a_rank_that_was_never_started_and_a_network_that_is_not_there_are_told_as_such(given, said, code):
+    check_that_joining_ends(given, said, code)
+
+
+@pytest.mark.slow
+def test_a_port_that_another_process_has_is_told_as_such():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"WORLD_SIZE": "1", "MASTER_PORT": str(taken.getsockname()[1])}
+        check_that_joining_ends(given, "another process of this node has the port MASTER_PORT", EXIT_FAILED)
+
+
+def check_that_joining_ends(given, said, code):
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -250,6 +264,24 @@ def test_a_node_that_gives_the_others_a_loopback_address_is_told_as_such():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert "cannot join the others: a rank cannot connect to the address of another: a firewall, or " in done.stdout
     assert done.stdout.endswith(f" {EXIT_FAILED + 100}\n")
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", r"locked memory: `ulimit -l unlimited`"),
+        ("Error while creating shared memory segment /dev/shm/nccl-q3Ab (size 9637888)", "lacks room in /dev/shm"),
+    ],
+)
+def test_what_nccl_lacks_on_a_node_is_a_fault_of_that_node_and_none_of_the_settings(last, said, monkeypatch):
+    monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", "x")
+    error = torch.distributed.DistBackendError(
+        f"NCCL error in: NCCLUtils.cpp:94, unhandled system error\nLast error:\n{last}"
+    )
+    assert re.search(said, explain(error))
+    assert exit_code_of(explain(error)) == EXIT_FAILED
+    assert exit_code_of(explain(RuntimeError("Connection reset by peer"))) == EXIT_FAILED + 100
+    assert not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
