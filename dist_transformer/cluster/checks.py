@@ -27,7 +27,7 @@ from dist_transformer.run.attempts import may_be_hidden, newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS
 from dist_transformer.run.outputs import check_run_folder
-from dist_transformer.run.records import read_record, records_of, records_of_training
+from dist_transformer.run.records import read_record, read_record_patiently, records_of, records_of_training
 from dist_transformer.run.resume_checks import checkpoint_problems, initial_weights_problems
 from dist_transformer.run.tail import last_lines
 
@@ -110,7 +110,7 @@ def sbatch_problems() -> list[str]:
 
 def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
-    note, of_owner = read_record(run_dir.job, is_patient=True), read_record(run_dir.owner, is_patient=True).get("job")
+    note, of_owner = read_record_patiently(run_dir.job), read_record_patiently(run_dir.owner).get("job")
     newest = newest_job_id(run_dir) or ""
     ids = [*filter(is_job_id, [note.get("job_id"), *note.get("stages", {}).values(), newest, of_owner])]
     known = {} if sbatch_problems() else {each: job for each, job in known_jobs(ids).items() if own_job(job, run_dir)}

@@ -19,7 +19,7 @@ from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_event
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 
 How = Literal["decide", "barred", "cancelled", "ended", "preflight"]
 """Who ended an attempt: `decide`, `barred` (no requeues): its ranks; `cancelled`: a person; `ended`: Slurm; `preflight`."""
@@ -132,7 +132,7 @@ def decide(
         return Decision("stop", f"stopped by the file {run_dir.stop_file}")
     refresh(run_dir.checkpoints)  # another machine wrote the newest ones
     newest, without_progress, spared = newest_checkpoint(run_dir), 0, 0
-    before = read_record(run_dir.restarts, is_patient=True)
+    before = read_record_patiently(run_dir.restarts)
     if before and before.get("newest_checkpoint") == newest:
         without_progress, spared = before.get("without_progress", 0), before.get("suspended", 0)
     is_spared = stopped_seconds >= SUSPENDED_SECONDS and spared < LOST_ATTEMPTS * max_restarts

@@ -29,7 +29,7 @@ from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import while_nobody_submits
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 from dist_transformer.run.resume_checks import stage_problems
 from dist_transformer.run.snapshot import take_snapshot
 
@@ -122,7 +122,7 @@ def submit(submission: Submission) -> dict[str, str]:
 
 def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     """Writes job.json; its job_id, which `status` and `logs` look at, is the training job's, or else the last one's."""
-    old = read_record(run_dir.job, is_patient=True)
+    old = read_record_patiently(run_dir.job)
     others = [job for stage, job in old.get("stages", {}).items() if stage != "train"]
     kept = None if old.get("job_id") in others else old.get("job_id")  # a training job's
     job_id = ids.get("train") or kept or list(ids.values())[-1]

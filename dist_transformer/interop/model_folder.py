@@ -34,7 +34,7 @@ from dist_transformer.interop.model_card import CARD, MARK, Origin, model_card, 
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import find
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record, read_record_patiently
 
 LABEL = "dist-transformer"
 FORMAT = 1
@@ -144,7 +144,7 @@ def card_of(loaded: LoadedModel) -> str:
 
 def is_model_folder(folder: Path) -> bool:
     """True if this program, in any version, wrote the folder, by the label in it."""
-    return read_record(folder / CONFIG, is_patient=True).get("label") == LABEL
+    return read_record_patiently(folder / CONFIG).get("label") == LABEL
 
 
 def tokenizer_files(folder: Path) -> TokenizerFiles:

@@ -20,7 +20,7 @@ from dist_transformer.processes.launching import run_program
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock, while_nobody_trains
 from dist_transformer.run.outputs import check_output, holds_only
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
     folders = [at for name, state in states.items() if state.restarts and (at := pipeline.folder(name)).exists()]
     for folder in folders:
         if not holds_only(folder, [RunDir(folder).lock]):  # else it was killed before its record was there
-            check_output(folder, "a node of a pipeline", lambda at: "key" in read_record(at / RECORD, is_patient=True))
+            check_output(folder, "a node of a pipeline", lambda at: "key" in read_record_patiently(at / RECORD))
         with while_nobody_trains(RunDir(folder)) as is_free:
             if not is_free:
                 raise UserError(f"{folder}: must begin anew, but a process works in it: wait for it, or stop it first")
@@ -110,13 +110,13 @@ def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
         if code == EXIT_DONE:
             complete(pipeline, name)
         elif code != EXIT_REQUEUE:
-            write_json(folder / RECORD, {**read_record(folder / RECORD, is_patient=True), "ended": code})
+            write_json(folder / RECORD, {**read_record_patiently(folder / RECORD), "ended": code})
     return code
 
 
 def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
     """Runs a node that `submit` has begun. Raises UserError if it has not, or if a node that it reads is not done."""
-    record = read_record(pipeline.folder(name) / RECORD, is_patient=True)
+    record = read_record_patiently(pipeline.folder(name) / RECORD)
     if "made_of" not in record:
         raise UserError(f"{pipeline.folder(name)}: has not begun: submit the pipeline, or run it without --node")
     for other in record["made_of"]["nodes"]:

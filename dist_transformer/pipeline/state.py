@@ -28,7 +28,7 @@ from dist_transformer.files import LEFT_OVER, file_sha256, write_json
 from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 from dist_transformer.run.resume_checks import initial_weights_problems
 
 RECORD, SETTINGS = "node.json", "settings.yaml"
@@ -126,8 +126,8 @@ def text_problems(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
 def is_complete(pipeline: Pipeline, name: str) -> bool:
     """True if the verb of a node has ended well; one that is noted as done may be trained further, which keeps its model."""
     node, folder = pipeline.nodes[name], pipeline.folder(name)
-    is_ended = node.kind != "train" or read_record(RunDir(folder).state, is_patient=True).get("state") == "finished"
-    is_ended |= "done" in read_record(folder / RECORD, is_patient=True)
+    is_ended = node.kind != "train" or read_record_patiently(RunDir(folder).state).get("state") == "finished"
+    is_ended |= "done" in read_record_patiently(folder / RECORD)
     return is_ended and all((folder / made).exists() for made in KINDS[node.kind].made)
 
 
@@ -153,7 +153,7 @@ def check_unchanged(pipeline: Pipeline, name: str, states: dict[str, State]) -> 
 
 def complete(pipeline: Pipeline, name: str) -> None:
     """Notes that a node is done, and what it has made, if not yet noted. Raises UserError: its files or settings changed."""
-    record = read_record(path := pipeline.folder(name) / RECORD, is_patient=True)
+    record = read_record_patiently(path := pipeline.folder(name) / RECORD)
     if "done" not in record:
         made, before = made_files(pipeline, name), record.get("files", {})
         paths = {file: at for file, at in what_goes_in(pipeline, name)[1].items() if file in before and at.exists()}
@@ -174,10 +174,10 @@ def take_back(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
     is_any = False
     for name, state in states.items():
         folder, reads = pipeline.folder(name), map(pipeline.folder, pipeline.nodes[name].reads)
-        since = max((read_record(path / RECORD, is_patient=True).get("done", inf) for path in reads), default=0)
+        since = max((read_record_patiently(path / RECORD).get("done", inf) for path in reads), default=0)
         aside = sorted(folder.parent.glob(f"{name}.[0-9]*"), key=lambda path: (len(path.name), path.name), reverse=True)
         for moment, old in ((moment, old) for moment in ("done", "begun") for old in aside):
-            record = read_record(old / RECORD, is_patient=True)
+            record = read_record_patiently(old / RECORD)
             made, is_same = record.get("made"), record.get("key") == state.now["key"] and not folder.exists()
             if not is_same or not since <= record.get(moment, -1) or (moment == "begun" and "done" in record):
                 continue
@@ -190,7 +190,7 @@ def take_back(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 
 def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: Fingerprints) -> State:
     root, planned, reads = pipeline.root, before.get(name), pipeline.nodes[name].reads
-    record = planned.record if planned else read_record(pipeline.folder(name) / RECORD, is_patient=True)
+    record = planned.record if planned else read_record_patiently(pipeline.folder(name) / RECORD)
     settings, named = what_goes_in(pipeline, name)
     known = record.get("files", {}) | (planned.now["files"] if planned else {})
     files = _fingerprints(_by_known_names(named, known, root), known, hashed)

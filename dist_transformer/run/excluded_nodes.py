@@ -10,7 +10,7 @@ from typing import Any
 
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record, read_record_patiently
 
 
 def excluded_nodes(run_dir: RunDir) -> dict[str, str]:
@@ -28,7 +28,7 @@ def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare
         num_nodes: nodes of the job.
         num_spare: further nodes that could serve it; all that were found, where the job rather waits for one.
     """
-    before = read_record(run_dir.excluded, is_patient=True)
+    before = read_record_patiently(run_dir.excluded)
     room = min(max(1, num_nodes // 10) - len(before), num_spare)
     new = [node for node in found if node not in before][: max(0, room)]
     if new:

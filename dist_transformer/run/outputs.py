@@ -17,7 +17,7 @@ from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError, MachineError, UserError
 from dist_transformer.files import FULL, LEFT_OVER, MISPLACED, NO_LOCKS, closed_by, write_text
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 
 STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 """Names of open streams, whatever they are: a redirected standard output is a regular file."""
@@ -155,9 +155,9 @@ def check_run_folder(run_dir: RunDir) -> None:
 
 def is_own_run(run_dir: RunDir) -> bool:
     """True if the files of the folder show that this program wrote it."""
-    notes = read_record(run_dir.state, is_patient=True).keys() | read_record(run_dir.job, is_patient=True).keys()
+    notes = read_record_patiently(run_dir.state).keys() | read_record_patiently(run_dir.job).keys()
     is_begun = any(run_dir.checkpoints.glob("step_*")) or (run_dir.snapshot / "dist_transformer").is_dir()
-    if is_begun or notes & {"run_id", "state", "job_id"} or "boot" in read_record(run_dir.owner, is_patient=True):
+    if is_begun or notes & {"run_id", "state", "job_id"} or "boot" in read_record_patiently(run_dir.owner):
         return True
     with suppress(ConfigError):
         return run_dir.config.is_file() and read_yaml(run_dir.config).values.keys() >= SECTIONS

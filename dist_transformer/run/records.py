@@ -6,7 +6,7 @@ A field that is known by its name and has a value of another type counts as abse
     {"event": "train", "step": "many", "loss": 2.5}  ->  {"event": "train", "loss": 2.5}
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,10 +51,19 @@ def sound(record: Record) -> Record:
     return used | {name: [*map(sound, used[name])] for name in _LISTS if name in used}
 
 
-def read_record(path: Path, *, is_patient: bool = False) -> Record:
-    """Reads a JSON file of a run; empty if there is none, or it cannot be read. `is_patient`: retried, then MachineError."""
+def read_record(path: Path) -> Record:
+    """Reads a JSON file of a run to show it: empty if there is none, or it cannot be read now."""
+    return _record_of(lambda: read_json(path))
+
+
+def read_record_patiently(path: Path) -> Record:
+    """Reads a JSON file of a run to decide by it: empty if there is none. Raises MachineError: its disk does not answer."""
+    return _record_of(lambda: patiently(path, lambda: read_json(path), MISPLACED))
+
+
+def _record_of(read: Callable[[], Any]) -> Record:
     try:
-        record = patiently(path, lambda: read_json(path), MISPLACED) if is_patient else read_json(path)
+        record = read()
     except (OSError, ValueError):
         return {}
     return sound(record) if isinstance(record, dict) else {}

@@ -27,7 +27,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock
 from dist_transformer.run.metrics_log import add_event
 from dist_transformer.run.outputs import check_output, check_run_folder, is_misplaced, writing
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 from dist_transformer.tracking.final_status import status_said
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, first_bad_step, read_recovery, recover
@@ -201,7 +201,7 @@ def _note_failure(
         # Said by an earlier start, or before a rollback was refused.
         if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
-        before = read_record(run_dir.state, is_patient=True)
+        before = read_record_patiently(run_dir.state)
         if not is_refusal or before.get("state") != "finished":
             note(run_dir, ranks, "failed", reason=reason)
         elif ranks.is_rank_zero:

@@ -28,7 +28,7 @@ from dist_transformer.files import file_sha256, is_file, patiently, read_json_pa
 from dist_transformer.interop.model_folder import WEIGHTS
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record_patiently
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, read_state
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only reads checkpoints
@@ -98,7 +98,7 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
             "run.name or move this folder away."
         )
     notes = [(run_dir.metrics.name, record) for record in read_records(run_dir.metrics, "goodput")]
-    notes += [(run_dir.state.name, read_record(run_dir.state, is_patient=True))]  # both written after a checkpoint
+    notes += [(run_dir.state.name, read_record_patiently(run_dir.state))]  # both written after a checkpoint
     signs = [f"{run_dir.model.name}/{WEIGHTS} is there"] if is_file(run_dir.model / WEIGHTS) else []
     signs += [f"{name} says that step {step} was saved" for name, note in notes if (step := note.get("step", 0)) > 0]
     if signs and not diverged:
