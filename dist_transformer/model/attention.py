@@ -9,11 +9,14 @@ product: the rows of `query_key_value.weight` are the query's, the key's and the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_transformer.config.model_size import head_sizes
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model import gpu_kernels
 from dist_transformer.model.cpu_kernels import Linear, attend_in_fp32
 
@@ -34,31 +37,42 @@ class Joined:
     Attributes:
         shapes: (rows, length) of each batch, with padding.
         real_N: places of the tokens among those of all batches with padding.
+        positions_N: position of each token in its row.
         starts_R: the first token of each row, then N.
-        block: the smallest power of 2, from 16 on, that is not less than any length.
         masks: what is added to the scores of attention to each batch with padding.
     """
 
     shapes: Sequence[tuple[int, int]]
     real_N: Tensor
+    positions_N: Tensor
     starts_R: Tensor
-    block: int
     masks: Sequence[Tensor]
+
+    @cached_property
+    def longest(self) -> int:
+        """The greatest length."""
+        return max(length for _, length in self.shapes)
+
+    @property
+    def block(self) -> int:
+        """The smallest power of 2, from 16 on, that is not less than any length."""
+        return max(16, 1 << (self.longest - 1).bit_length())
 
     def split(self, joined_1NP: Tensor) -> list[Tensor]:
         """Returns (rows, length, P) of each batch, with zeros at padding."""
         num_places = sum(rows * length for rows, length in self.shapes)
         padded = joined_1NP.new_zeros(num_places, joined_1NP.shape[2]).index_copy(0, self.real_N, joined_1NP.squeeze(0))
-        return self.batches_of(padded)
-
-    def batches_of(self, padded: Tensor) -> list[Tensor]:
-        """Returns (rows, length, ...) of each batch, views of what all have with padding, (places, ...)."""
-        parts = torch.split(padded, [rows * length for rows, length in self.shapes])
-        return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+        return batches_of(padded, self.shapes)
 
     def join(self, parts_BTP: Sequence[Tensor]) -> Tensor:
         """Inverse of `split`: (1, N, P)."""
         return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP]).index_select(0, self.real_N).unsqueeze(0)
+
+
+def batches_of(padded: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Returns (rows, length, ...) of each batch, views of what all have with padding one after another, (places, ...)."""
+    parts = torch.split(padded, [rows * length for rows, length in shapes])
+    return [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @dataclass
@@ -129,19 +143,17 @@ class KeyValueCache:
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; causal in the decoder (3.2.3)."""
 
-    def __init__(
-        self, d_model: int, num_heads: int, sizes: tuple[int, int], is_causal: bool, rotary_positions: nn.Module | None
-    ) -> None:
-        """`sizes` are those of a head's keys and values, K and V. `rotary_positions` returns the sinusoids (T, K) for a
-        start and a length, by which queries and keys are rotated; None: the input contains its positions."""
+    def __init__(self, config: ModelConfig, is_causal: bool, rotary_positions: nn.Module | None) -> None:
+        """`rotary_positions` returns the sinusoids (T, K) for a start and a length, by which queries and keys are rotated;
+        None: the input contains its positions."""
         super().__init__()
-        keys, values = (num_heads * size for size in sizes)
-        self.num_heads = num_heads
+        keys, values = (config.num_heads * size for size in head_sizes(config))
+        self.num_heads = config.num_heads
         self.is_causal = is_causal
         self.rotary_positions = rotary_positions
         self.widths = [keys, keys, values]
-        self.query_key_value = Linear(d_model, sum(self.widths))
-        self.output = Linear(values, d_model)
+        self.query_key_value = Linear(config.d_model, sum(self.widths))
+        self.output = Linear(values, config.d_model)
 
     def forward(self, input_BTD: Tensor, mask_B11T: Tensor | None = None, joined: Joined | None = None) -> Tensor:
         """Applies self-attention. Causal layers take no mask: padding is at the end, so no real position sees it, and
@@ -207,15 +219,14 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Queries from the decoder, keys and values from the encoder's output, the memory (3.2.3)."""
 
-    def __init__(self, d_model: int, num_heads: int, sizes: tuple[int, int]) -> None:
-        """`sizes` are those of a head's keys and values, K and V."""
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        keys, values = (num_heads * size for size in sizes)
-        self.num_heads = num_heads
+        keys, values = (config.num_heads * size for size in head_sizes(config))
+        self.num_heads = config.num_heads
         self.widths = [keys, values]
-        self.query = Linear(d_model, keys)
-        self.key_value = Linear(d_model, sum(self.widths))
-        self.output = Linear(values, d_model)
+        self.query = Linear(config.d_model, keys)
+        self.key_value = Linear(config.d_model, sum(self.widths))
+        self.output = Linear(values, config.d_model)
 
     def forward(
         self,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST = 128
-"""Tokens of a row that one program can hold; 64 where it has less shared memory, as on GPUs for desktops."""
+"""Most tokens of a row that one program holds."""
 LARGEST_PROGRAM_BYTES = 163_840
 """Shared memory of the backward pass for LONGEST tokens and heads of 128."""
 LEAST_ELEMENTS = 2**25
@@ -61,7 +61,7 @@ def try_kernels(device: str) -> None:
         (_AttendRows, (row, None, starts, starts, 1, (16, 16), True)), (_AddNorm, (row, row, ones, ones, 1e-5)),
     )  # fmt: skip
     for function, inputs in tries:
-        ctx = SimpleNamespace()
+        ctx = SimpleNamespace()  # not autograd, which in a layer that is computed again in backward would do so here
         ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
         function.backward(ctx, function.forward(ctx, *inputs))
     gradient_of_logits(row.float(), starts[:1], row.float()[:, 0], 0.1, 1.0, torch.float16)
@@ -72,12 +72,14 @@ def parts_of(queries: Tensor, others: Tensor | None) -> Sequence[Tensor]:
     return queries.chunk(3, 1) if others is None else (queries, *others.chunk(2, 1))
 
 
-def _launch(name: str, tensors: Sequence[Tensor], strides: Sequence[int], blocks: Blocks, about: Any) -> None:
+def _launch(name: str, tensors: Sequence[Tensor], out: Tensor, heads: int, blocks: Blocks, is_causal: bool) -> None:
+    """Launches a kernel of attention, of which `tensors` are the first arguments; `out` is the result, or its gradient."""
     from dist_transformer.model import triton_kernels
 
-    num_rows, num_heads, size, is_causal = about
+    queries, keys, *_, starts = tensors
+    strides, size = (queries.stride(0), keys.stride(0), out.stride(0)), queries.shape[1] // heads
     num_warps = {16: 1, 32: 2}.get(max(blocks), 4)
-    kernel = getattr(triton_kernels, name)[num_rows, num_heads]
+    kernel = getattr(triton_kernels, name)[len(starts) - 1, heads]
     kernel(*tensors, *strides, size**-0.5, is_causal, *blocks, size, num_warps=num_warps, num_stages=1)
 
 
@@ -90,8 +92,8 @@ class _AttendRows(torch.autograd.Function):
         q, k, v = parts_of(queries, others)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ctx.save_for_backward(queries, others, q_starts, k_starts)
-        ctx.about = blocks, (len(q_starts) - 1, heads, q.shape[1] // heads, is_causal)
-        _launch("attend", [q, k, v, out, q_starts, k_starts], (q.stride(0), k.stride(0), out.stride(0)), *ctx.about)
+        ctx.heads, ctx.blocks, ctx.is_causal = heads, blocks, is_causal
+        _launch("attend", [q, k, v, out, q_starts, k_starts], out, heads, blocks, is_causal)
         return out
 
     @staticmethod
@@ -101,7 +103,7 @@ class _AttendRows(torch.autograd.Function):
         of_queries, of_others = torch.empty_like(queries), None if others is None else torch.empty_like(others)
         of_out = of_out.contiguous()
         tensors = [q, k, v, of_out, *parts_of(of_queries, of_others), *starts]
-        _launch("attend_backward", tensors, (q.stride(0), k.stride(0), of_out.stride(0)), *ctx.about)
+        _launch("attend_backward", tensors, of_out, ctx.heads, ctx.blocks, ctx.is_causal)
         return of_queries, of_others, *[None] * 5
 
 
@@ -110,9 +112,15 @@ def can_attend(like: Tensor, longest: int, widths: Sequence[int], num_heads: int
     device of `like`: on CUDA in 16 bits."""
     if not like.is_cuda or like.itemsize != 2 or not has_kernels():
         return False
-    properties, size = torch.cuda.get_device_properties(like.device), widths[0] // num_heads
-    is_roomy = getattr(properties, "shared_memory_per_block_optin", 0) >= LARGEST_PROGRAM_BYTES
-    return longest <= (LONGEST if is_roomy else 64) and widths[0] == widths[-1] and size in (16, 32, 64, 128)
+    size = widths[0] // num_heads
+    return longest <= _longest_row(like.device) and widths[0] == widths[-1] and size in (16, 32, 64, 128)
+
+
+@functools.cache  # asked at each attention
+def _longest_row(device: torch.device) -> int:
+    """Returns how many tokens of a row one program can hold: fewer with less shared memory, as on GPUs for desktops."""
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return LONGEST if shared >= LARGEST_PROGRAM_BYTES else 64
 
 
 def attend_rows(
@@ -125,9 +133,12 @@ def attend_rows(
         others_1MP: keys and values, (1, M, 2 P).
         is_causal: no query attends to later keys.
     """
-    about = queries.starts_R, keys.starts_R, num_heads, (queries.block, keys.block), is_causal
     others = None if others_1MP is None else others_1MP.squeeze(0)
-    return _AttendRows.apply(queries_1NP.squeeze(0), others, *about).unsqueeze(0)  # type: ignore[no-any-return,no-untyped-call]
+    blocks = (queries.block, keys.block)
+    attended: Tensor = _AttendRows.apply(  # type: ignore[no-untyped-call]
+        queries_1NP.squeeze(0), others, queries.starts_R, keys.starts_R, num_heads, blocks, is_causal
+    )
+    return attended.unsqueeze(0)
 
 
 def can_norm(x: Tensor, y: Tensor, norm: nn.Module, alpha: float) -> bool:
@@ -160,23 +171,23 @@ class _AddNorm(torch.autograd.Function):
         from dist_transformer.model import triton_kernels
 
         added, weight, means_2N = ctx.saved_tensors
-        (num_tokens, size), of_added = (means_2N.shape[1], added.shape[-1]), torch.empty_like(added)
+        num_tokens, size, of_added = means_2N.shape[1], added.shape[-1], torch.empty_like(added)
         parts_2PD = means_2N.new_empty(2, min(num_tokens, NORM_PROGRAMS), size)
-        about = num_tokens, size, 1 << (size - 1).bit_length()
         tensors = added, of_out.contiguous(), weight, *means_2N, of_added, *parts_2PD
-        num_warps = 1 if size <= 1024 else 8
-        triton_kernels.add_norm_backward[(parts_2PD.shape[1],)](*tensors, *about, num_warps=num_warps)
+        block, num_warps = 1 << (size - 1).bit_length(), 1 if size <= 1024 else 8
+        triton_kernels.add_norm_backward[(parts_2PD.shape[1],)](*tensors, num_tokens, size, block, num_warps=num_warps)
         return of_added, of_added, *parts_2PD.sum(1).to(weight.dtype), None
 
 
 def gradient_of_logits(
     logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what `_in_place` of loss.py does, in one kernel that leaves the logits, in fp32, as they are."""
+    """Computes what `gradient_in_place` of loss.py does, in one kernel that leaves the logits, in fp32, as they are."""
     from dist_transformer.model import triton_kernels
 
     losses_2C, gradient_CV = logits_CV.new_empty(2, len(target_C)), torch.empty_like(logits_CV, dtype=dtype)
-    about = logits_CV, target_C, mean_logit_C, *losses_2C, gradient_CV, logits_CV.shape[1], label_smoothing, scale
-    triton_kernels.gradient_of_logits[(len(target_C),)](*about, BLOCK=4096, num_warps=8)
+    tensors = logits_CV, target_C, mean_logit_C, *losses_2C, gradient_CV
+    kernel = triton_kernels.gradient_of_logits[(len(target_C),)]
+    kernel(*tensors, logits_CV.shape[1], label_smoothing, scale, BLOCK=4096, num_warps=8)
     loss, nll = losses_2C.sum(1)
     return loss, nll, gradient_CV

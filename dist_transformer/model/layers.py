@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.config.model_size import head_sizes
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model import cpu_kernels, gpu_kernels
 from dist_transformer.model.attention import CrossAttention, Joined, KeyValue, KeyValueCache, SelfAttention
@@ -118,8 +117,8 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
         """`rotary_positions`: see `SelfAttention`."""
         super().__init__()
-        alpha, sizes = DeepNorm.of_encoder(config).alpha, (config.d_model, config.num_heads, head_sizes(config))
-        self.self_attention = SelfAttention(*sizes, is_causal=False, rotary_positions=rotary_positions)
+        alpha = DeepNorm.of_encoder(config).alpha
+        self.self_attention = SelfAttention(config, is_causal=False, rotary_positions=rotary_positions)
         self.self_attention_residual = AddAndNorm(config, alpha)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)
@@ -146,10 +145,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
         """`rotary_positions`: see `SelfAttention`."""
         super().__init__()
-        alpha, sizes = DeepNorm.of_decoder(config).alpha, (config.d_model, config.num_heads, head_sizes(config))
-        self.self_attention = SelfAttention(*sizes, is_causal=True, rotary_positions=rotary_positions)
+        alpha = DeepNorm.of_decoder(config).alpha
+        self.self_attention = SelfAttention(config, is_causal=True, rotary_positions=rotary_positions)
         self.self_attention_residual = AddAndNorm(config, alpha)
-        self.cross_attention = CrossAttention(*sizes)
+        self.cross_attention = CrossAttention(config)
         self.cross_attention_residual = AddAndNorm(config, alpha)
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)

@@ -59,9 +59,11 @@ def label_smoothed_cross_entropy(
     needs_gradient = tuple(
         has_gradient and tensor is not None and tensor.requires_grad for tensor in (hidden_ND, weight_VD, bias_V)
     )
-    about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, needs_gradient
     with torch.autocast(device_type, enabled=False), torch.set_grad_enabled(has_gradient):
-        sums: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, *about)  # type: ignore[no-untyped-call]
+        sums: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, bias_V, target_N,
+            label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, needs_gradient,
+        )  # fmt: skip
     return sums if counts_hits else sums[:2]
 
 
@@ -97,7 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient_RD, done = torch.empty_like(hidden_RD, dtype=wide), 0
         _, needs_weight, needs_bias = needs_gradient
         is_ours = hidden_ND.is_cuda and matmul_dtype.itemsize == 2 and gpu_kernels.has_kernels()
-        gradient_of = gpu_kernels.gradient_of_logits if is_ours else _in_place
+        gradient_of = gpu_kernels.gradient_of_logits if is_ours else gradient_in_place
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         bias_gradient_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None
         for hidden_CD, target_C, logits_CV in _chunks(hidden_RD, target_R, multiplied_weight_VD, bias_V, wide):
@@ -106,11 +108,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             mean_logit_C = hidden_CD.to(wide) @ mean_weight_D
             if bias_V is not None:
                 mean_logit_C = mean_logit_C + bias_V.mean(dtype=wide)
-            about = target_C, mean_logit_C, label_smoothing
             if not any(needs_gradient):
-                chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, *about)
+                chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
             else:
-                chunk_loss, chunk_nll, gradient_CV = gradient_of(logits_CV, *about, gradient_scale, matmul_dtype)
+                chunk_loss, chunk_nll, gradient_CV = gradient_of(
+                    logits_CV, target_C, mean_logit_C, label_smoothing, gradient_scale, matmul_dtype
+                )
                 if bias_gradient_V is not None:
                     bias_gradient_V += gradient_CV.sum(0, dtype=wide)
                 _product_into(hidden_gradient_RD[done : done + len(target_C)], gradient_CV, multiplied_weight_VD)
@@ -183,7 +186,7 @@ def _turn_into_probabilities(
     return loss_C.sum(), nll_C.sum()
 
 
-def _in_place(
+def gradient_in_place(
     logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (loss, negative log-likelihood), summed over the chunk, and the gradient of the logits but for its part that

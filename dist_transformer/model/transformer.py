@@ -8,7 +8,7 @@ In decoding the batch rows are the beams of the sentences in turn: rows n * beam
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model import gpu_kernels
-from dist_transformer.model.attention import CrossAttention, Joined, Places, SelfAttention
+from dist_transformer.model.attention import CrossAttention, Joined, Places, SelfAttention, batches_of
 from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.layers import (
     DecoderLayer,
@@ -33,9 +33,19 @@ from dist_transformer.model.layers import (
 )
 from dist_transformer.model.loss import label_smoothed_cross_entropy
 
-Shapes = Sequence[tuple[int, int, int, int, int]]
-"""(B, S, T) of each batch that is computed without padding, and its numbers of source and target tokens, at least one in
-each row."""
+
+class JoinedShape(NamedTuple):
+    """Sizes of a batch that is computed without padding. `source_tokens` and `target_tokens` are real, at least one in each
+    row; the lengths are those with padding."""
+
+    rows: int
+    source_length: int
+    target_length: int
+    source_tokens: int
+    target_tokens: int
+
+
+Shapes = Sequence[JoinedShape]
 
 
 @dataclass
@@ -130,13 +140,13 @@ class Transformer(nn.Module):
     def is_padded(self, shapes: Shapes, source: Tensor) -> bool:
         """True if a batch is computed with its padding: alone, and on GPUs a small one or one that the kernels of our own do
         not compute. To be asked in the autocast context of the pass."""
-        rows, *lengths = shapes[0][:3]
-        elements = rows * sum(lengths) * self.source_embedding.embedding_dim
+        rows, source_length, target_length, *_ = shapes[0]
+        elements = rows * (source_length + target_length) * self.source_embedding.embedding_dim
         if len(shapes) > 1 or not source.is_cuda or elements < gpu_kernels.LEAST_ELEMENTS:
             return len(shapes) == 1
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self._dtype
         like = torch.empty(0, dtype=dtype, device=source.device)
-        return not self._decoder_layers()[0].self_attention.has_kernel(like, max(lengths))
+        return not self._decoder_layers()[0].self_attention.has_kernel(like, max(source_length, target_length))
 
     @property
     def output_weight(self) -> Tensor:
@@ -184,8 +194,10 @@ class Transformer(nn.Module):
             hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
         else:
             hidden_ND, target_N = self._decode_joined(source_BS, target_in_BT, target_out_BT, shapes)
-        about = label_smoothing, self.pad_id, self.output_bias, num_targets, counts_hits
-        return label_smoothed_cross_entropy(hidden_ND, self.output_weight, target_N, *about)
+        weight_VD, bias_V = self.output_weight, self.output_bias
+        return label_smoothed_cross_entropy(
+            hidden_ND, weight_VD, target_N, label_smoothing, self.pad_id, bias_V, num_targets, counts_hits
+        )
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
@@ -193,7 +205,7 @@ class Transformer(nn.Module):
         memory_BSD = self._encode(source_BS, mask_B11S)
         hidden_BTD = self._embed(self.target_embedding, self.target_positions, target_BT)
         for layer in self.decoder_layers:
-            hidden_BTD = self._layer(layer, None, hidden_BTD, memory_BSD, mask_B11S)
+            hidden_BTD = self._layer(layer, hidden_BTD, memory_BSD, mask_B11S)
         return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
 
     def encode(self, source_BS: Tensor) -> Tensor:
@@ -218,7 +230,8 @@ class Transformer(nn.Module):
             hidden_BD = layer.step(hidden_BD, layer_cache, cache.mask_B11S)
         cache.num_positions += 1
         hidden_BD = self.decoder_norm(hidden_BD)
-        return self.logits(hidden_BD, *([] if cache.output_weight_VD is None else [cache.output_weight_VD]))
+        weight_VD = cache.output_weight_VD
+        return self.logits(hidden_BD) if weight_VD is None else self.logits(hidden_BD, weight_VD)
 
     def attention_maps(self, source_BS: Tensor, target_BT: Tensor) -> AttentionMaps:
         """Returns the weights of every attention in `forward(source_BS, target_BT)`, recomputed from its inputs."""
@@ -242,41 +255,38 @@ class Transformer(nn.Module):
     def _encode(self, source_BS: Tensor, mask_B11S: Tensor) -> Tensor:
         hidden_BSD = self._embed(self.source_embedding, self.source_positions, source_BS)
         for layer in self.encoder_layers:
-            hidden_BSD = self._layer(layer, None, hidden_BSD, mask_B11S)
+            hidden_BSD = self._layer(layer, hidden_BSD, mask_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
     def _decode_joined(self, source: Tensor, given: Tensor, wanted: Tensor, shapes: Shapes) -> tuple[Tensor, Tensor]:
         """Returns the decoder's last hidden states (N, D) and the token after each (N,)."""
-        of_source, places_M = self._joined(source, [(b, s, m) for b, s, _, m, _ in shapes])
-        of_target, places_N = self._joined(wanted, [(b, t, n) for b, _, t, _, n in shapes])
+        source_shapes = [(shape.rows, shape.source_length) for shape in shapes]
+        target_shapes = [(shape.rows, shape.target_length) for shape in shapes]
+        of_source = self._joined(source, source_shapes, sum(shape.source_tokens for shape in shapes))
+        of_target = self._joined(wanted, target_shapes, sum(shape.target_tokens for shape in shapes))
         source_1M, target_1N = source[of_source.real_N][None], given[of_target.real_N][None]
-        memory_1MD = self._embed(self.source_embedding, self.source_positions, source_1M, places=places_M)
+        memory_1MD = self._embed(self.source_embedding, self.source_positions, source_1M, joined=of_source)
         for layer in self.encoder_layers:
-            memory_1MD = self._layer(layer, of_source, memory_1MD, None, of_source)
+            memory_1MD = self._layer(layer, memory_1MD, None, of_source, joined=of_source)
         memory_1MD = self.encoder_norm(memory_1MD)
-        hidden_1ND = self._embed(self.target_embedding, self.target_positions, target_1N, places=places_N)
+        hidden_1ND = self._embed(self.target_embedding, self.target_positions, target_1N, joined=of_target)
         for layer in self.decoder_layers:
-            hidden_1ND = self._layer(layer, of_target, hidden_1ND, memory_1MD, None, (of_source, of_target))
+            hidden_1ND = self._layer(layer, hidden_1ND, memory_1MD, None, (of_source, of_target), joined=of_target)
         return self.decoder_norm(hidden_1ND).squeeze(0), wanted[of_target.real_N]
 
-    def _joined(self, tokens: Tensor, shapes: Sequence[tuple[int, int, int]]) -> tuple[Joined, tuple[int, Tensor]]:
-        """Returns a side of batches, of which `shapes` are rows, length and number of tokens, and the places for `_embed`."""
-        parts = torch.split(tokens, [rows * length for rows, length, _ in shapes])
-        batches = [part.view(rows, length) for part, (rows, length, _) in zip(parts, shapes, strict=True)]
+    def _joined(self, tokens: Tensor, shapes: Sequence[tuple[int, int]], num_tokens: int) -> Joined:
+        """Returns a side of batches of these rows and lengths, `tokens` one after another, `num_tokens` of them real."""
+        batches = batches_of(tokens, shapes)
         are_real = [batch != self.pad_id for batch in batches]
         for is_real_BT in are_real:
             is_real_BT[:, 0] = True  # also in a row without tokens
-        is_real, num_tokens = torch.cat([each.flatten() for each in are_real]), sum(number for *_, number in shapes)
+        is_real = torch.cat([each.flatten() for each in are_real])
         real_N = torch.nonzero_static(is_real, size=num_tokens, fill_value=len(tokens)).squeeze(1)
+        positions = [torch.arange(batch.shape[1], device=tokens.device).expand_as(batch).flatten() for batch in batches]
         starts_R = F.pad(torch.cat([each.sum(1) for each in are_real]).cumsum(0), (1, 0))
-        longest = max(length for _, length, _ in shapes)
-        block = max(16, 1 << (longest - 1).bit_length())
-        of_rows = [torch.arange(batch.shape[1], device=tokens.device).expand_as(batch).flatten() for batch in batches]
-        masks = [self._mask(batch) for batch in batches]
-        joined = Joined([shape[:2] for shape in shapes], real_N, starts_R, block, masks)
-        return joined, (longest, torch.cat(of_rows)[real_N])
+        return Joined(shapes, real_N, torch.cat(positions)[real_N], starts_R, [self._mask(batch) for batch in batches])
 
-    def _layer(self, layer: nn.Module, joined: Joined | None, *inputs: Any) -> Tensor:
+    def _layer(self, layer: nn.Module, *inputs: Any, joined: Joined | None = None) -> Tensor:
         """Applies a layer; in training a sentence skips it with probability `layer_drop`. It is computed all the same,
         so that every parameter has a gradient on every rank, as DeepSpeed's collectives need.
 
@@ -300,14 +310,14 @@ class Transformer(nn.Module):
         positions: nn.Module,
         token_BT: Tensor,
         start: int = 0,
-        places: tuple[int, Tensor] | None = None,
+        joined: Joined | None = None,
     ) -> Tensor:
-        """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4). `places`: of rows end to
-        end, the length of the longest and the position of each token in its row."""
+        """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4); `joined`: those of
+        batches end to end."""
         scaled_BTD = embedding(token_BT) * self.embedding_scale
-        vectors_TD = positions(start, places[0] if places else token_BT.shape[1], scaled_BTD)
-        if places is not None and vectors_TD.dim():
-            vectors_TD = F.embedding(places[1], vectors_TD)
+        vectors_TD = positions(start, joined.longest if joined else token_BT.shape[1], scaled_BTD)
+        if joined is not None and vectors_TD.dim():
+            vectors_TD = F.embedding(joined.positions_N, vectors_TD)
         return self.embedding_dropout((scaled_BTD + vectors_TD).to(self._dtype))  # type: ignore[no-any-return]
 
     @property

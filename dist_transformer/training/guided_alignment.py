@@ -19,7 +19,7 @@ from torch import Tensor
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.token_aligner import NULL_SHARE, TENSION, Lexicon, Pair, train_aligner
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
-from dist_transformer.model.attention import CrossAttention
+from dist_transformer.model.attention import CrossAttention, batches_of
 from dist_transformer.model.transformer import Shapes, Transformer
 from dist_transformer.training.run import Run
 
@@ -50,9 +50,9 @@ class GuidedAlignment:
         if shapes is None:
             return self._loss(input_BTD, memory_BSD, source_BS, target_BT)
         of_source, of_target = joined
-        states, tokens = [of_target.split(input_BTD), of_source.split(memory_BSD)], (source_BS, target_BT)
-        batches = [side.batches_of(of_side) for side, of_side in zip((of_source, of_target), tokens, strict=True)]
-        return torch.stack([self._loss(*each) for each in zip(*states, *batches, strict=True)]).sum()
+        inputs, memories = of_target.split(input_BTD), of_source.split(memory_BSD)
+        sources, targets = batches_of(source_BS, of_source.shapes), batches_of(target_BT, of_target.shapes)
+        return torch.stack([*map(self._loss, inputs, memories, sources, targets)]).sum()
 
     def alignment(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """Returns the probability (B, T, S) that a target token comes from a source token; rows sum to 1 at most."""

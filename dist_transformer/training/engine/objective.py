@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dist_transformer.model.transformer import Shapes, Transformer
+from dist_transformer.model.transformer import JoinedShape, Shapes, Transformer
 
 if TYPE_CHECKING:  # at run time it would import pyarrow, whose threads forbid to fork ranks (forked_ranks.py)
     from dist_transformer.data.loader.loader import MicroBatch
@@ -49,14 +49,16 @@ class Objective(nn.Module):
         tokens are end to end. With `counts_hits` it also returns, for one batch, how many target tokens are the likeliest;
         then without gradients.
         """
-        sides = source_BS, target_in_BT, target_out_BT
         with self.autocast(source_BS.device):
             if shapes is not None and self.model.is_padded(shapes, source_BS):
-                ((rows, source, target, _, _),), shapes = shapes, None
-                sides = source_BS.view(rows, source), target_in_BT.view(rows, target), target_out_BT.view(rows, target)
-            loss, *others = self.model.loss(*sides, self._label_smoothing, num_targets, shapes, counts_hits)
+                rows, shapes = shapes[0].rows, None
+                source_BS = source_BS.view(rows, -1)
+                target_in_BT, target_out_BT = target_in_BT.view(rows, -1), target_out_BT.view(rows, -1)
+            loss, *others = self.model.loss(
+                source_BS, target_in_BT, target_out_BT, self._label_smoothing, num_targets, shapes, counts_hits
+            )
             if self.second_loss is not None and torch.is_grad_enabled() and not counts_hits:
-                loss = loss + self.second_loss(sides[0], sides[2], shapes)
+                loss = loss + self.second_loss(source_BS, target_out_BT, shapes)
             return loss, *others
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -73,6 +75,8 @@ def inputs_of(batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Te
     flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
     parts = torch.split(flat, [sum(tokens.numel() for tokens in side) for side in sides])
     num_targets = sum(batch.shape.target_tokens for batch in batches)
-    tokens = [(max(1, batch.shape.source_tokens), max(1, batch.shape.target_tokens)) for batch in batches]
-    sizes = [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
-    return *parts, num_targets, [(*size, *numbers) for size, numbers in zip(sizes, tokens, strict=True)]
+    shapes = [
+        JoinedShape(s.rows, s.source_length, s.target_length, max(1, s.source_tokens), max(1, s.target_tokens))
+        for s in (batch.shape for batch in batches)
+    ]
+    return *parts, num_targets, shapes

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dist_transformer.model import gpu_kernels, loss
 from dist_transformer.model.attention import Joined
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.model.transformer import JoinedShape, Transformer
 
 TRITON = Path(sys.prefix) / "triton"
 """Installed by the Makefile, not beside torch and DeepSpeed: each start of a rank would import it."""
@@ -72,7 +72,7 @@ def test_attention_of_rows_end_to_end_is_that_of_each_row(
     ours = [each.to(dtype).requires_grad_() for each in given]
     exact = [each.detach().double().requires_grad_() for each in ours]
     starts, others = [starts_of(queries), starts_of(keys)], [None] * is_causal
-    sides = [Joined([], torch.empty(0), starts[i], blocks[i], []) for i in (1, 0)]
+    sides = [Joined([(4, blocks[i])], torch.empty(0), torch.empty(0), starts[i], []) for i in (1, 0)]
     given = [each if each is None else each[None] for each in (*ours, *others)]
     found = gpu_kernels.attend_rows(*given, *sides, heads, is_causal)[0]
     expected = attend_one_by_one(*gpu_kernels.parts_of(*exact, *others), starts, heads, is_causal)
@@ -110,7 +110,7 @@ def test_the_gradient_of_logits_is_that_in_place(dtype: torch.dtype, pieces: int
     if not smoothing:
         logits[:, 3] = -torch.inf  # a piece may be impossible
     about = target, mean_logit, smoothing, 4096.0, dtype
-    found, expected = gpu_kernels.gradient_of_logits(logits, *about), loss._in_place(logits.clone(), *about)
+    found, expected = gpu_kernels.gradient_of_logits(logits, *about), loss.gradient_in_place(logits.clone(), *about)
     for one, other in zip(found, expected, strict=True):
         assert distance(one, other.double()) < ERROR[dtype]
 
@@ -162,7 +162,7 @@ def test_on_gpus_a_batch_that_is_large_enough_is_computed_without_padding(
     model, on_gpu, on_cpu = make_model(), SimpleNamespace(is_cuda=True, device="cpu"), torch.empty(0)
     model.round_layers(torch.bfloat16)
     rows = gpu_kernels.LEAST_ELEMENTS // (2 * 8 * model.source_embedding.embedding_dim)
-    large, small = [(rows, 8, 8, rows, rows)], [(rows - 1, 8, 8, rows, rows)]
+    large, small = [JoinedShape(rows, 8, 8, rows, rows)], [JoinedShape(rows - 1, 8, 8, rows, rows)]
     asked = []
     monkeypatch.setattr(
         gpu_kernels, "can_attend", lambda like, longest, *_: asked.append((like.dtype, longest)) or True

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.model.attention import Joined
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.model.transformer import JoinedShape, Transformer
 
 PAD = 0
 SHAPES = [(3, 5, 7), (1, 9, 2), (4, 2, 8)]
@@ -36,8 +36,9 @@ def one_after_another(batches: list[Batch]) -> tuple[Tensor, ...]:
     return tuple(torch.cat([side.flatten() for side in sides]) for sides in zip(*batches, strict=True))
 
 
-def shapes_of(batches: list[Batch]) -> list[tuple[int, int, int, int, int]]:
-    return [(*s.shape, t.shape[1], int((s != PAD).sum()), int((t != PAD).sum())) for s, _, t in batches]
+def shapes_of(batches: list[Batch]) -> list[JoinedShape]:
+    real = [[int((side != PAD).sum()) for side in (source, target)] for source, _, target in batches]
+    return [JoinedShape(*b[0].shape, b[2].shape[1], *numbers) for b, numbers in zip(batches, real, strict=True)]
 
 
 def gradients(model: Transformer, *losses: Tensor) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ def test_joined_batches_have_the_sum_of_their_losses_and_its_gradients(
 def test_a_batch_without_tokens_adds_nothing_to_what_it_is_joined_with(make_model: MakeModel) -> None:
     model, (real,) = make_model().double().eval(), batches_of(SHAPES[:1])
     weightless = torch.full((1, 1), 2), torch.full((1, 1), 2), torch.full((1, 1), PAD)
-    shapes = [*shapes_of([real]), (1, 1, 1, 1, 1)]  # as `inputs_of` counts
+    shapes = [*shapes_of([real]), JoinedShape(1, 1, 1, 1, 1)]  # as `inputs_of` counts
     loss, nll = model.loss(*one_after_another([real, weightless]), 0.1, None, shapes)
     torch.testing.assert_close((loss, nll), model.loss(*real, 0.1))
 
@@ -100,7 +101,7 @@ def test_joining_is_the_inverse_of_splitting() -> None:
     batches = batches_of(SHAPES)
     is_real = torch.cat([(source != PAD).flatten() for source, *_ in batches])
     sizes, real = [(rows, length) for rows, length, _ in SHAPES], is_real.nonzero()[:, 0]
-    side = Joined(sizes, real, torch.tensor([0]), 16, [])
+    side = Joined(sizes, real, torch.empty(0), torch.tensor([0]), [])
     joined = torch.randn(1, len(real), 3)
     parts = side.split(joined)
     assert [part.shape[:2] for part in parts] == sizes
@@ -119,7 +120,7 @@ def test_joined_batches_never_make_the_host_wait_for_the_device(make_model: Make
     model, batches = make_model(dropout=0.0).train(), batches_of(SHAPES)  # that of CPUs draws its seed
     shapes = shapes_of(batches)
     with Names():
-        loss, _ = model.loss(*one_after_another(batches), 0.1, sum(shape[-1] for shape in shapes), shapes)
+        loss, _ = model.loss(*one_after_another(batches), 0.1, sum(shape.target_tokens for shape in shapes), shapes)
         loss.backward()
     assert "nonzero_static" in names
     assert not names & {"_local_scalar_dense", "nonzero", "item", "masked_select", "equal", "is_nonzero"}

@@ -17,7 +17,7 @@ D_MODEL, NUM_HEADS, HEAD_SIZE = 12, 3, 4
 
 
 def self_attention(is_causal: bool = False) -> SelfAttention:
-    module = SelfAttention(D_MODEL, NUM_HEADS, (HEAD_SIZE, HEAD_SIZE), is_causal, None).double()
+    module = SelfAttention(ModelConfig(d_model=D_MODEL, num_heads=NUM_HEADS), is_causal, None).double()
     torch.nn.init.normal_(module.query_key_value.bias)
     return module
 
@@ -84,7 +84,7 @@ def test_heads_are_split_as_in_torchs_multi_head_attention(is_causal: bool) -> N
 
 
 def test_cross_attention_equals_torchs_multi_head_attention() -> None:
-    module = CrossAttention(D_MODEL, NUM_HEADS, (HEAD_SIZE, HEAD_SIZE)).double()
+    module = CrossAttention(ModelConfig(d_model=D_MODEL, num_heads=NUM_HEADS)).double()
     torch.nn.init.normal_(module.key_value.bias)
     queries, memory = torch.randn(2, 5, D_MODEL).double(), torch.randn(2, 6, D_MODEL).double()
     is_real = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -160,7 +160,8 @@ def test_the_weights_shown_are_those_attention_uses(is_causal: bool) -> None:
 
 def test_keys_and_values_of_odd_sizes_are_the_formula_written_out_head_by_head() -> None:
     key_size, value_size = 5, 2
-    module = CrossAttention(D_MODEL, NUM_HEADS, (key_size, value_size)).double()
+    sizes = {"key_size": key_size, "value_size": value_size}
+    module = CrossAttention(ModelConfig(d_model=D_MODEL, num_heads=NUM_HEADS, **sizes)).double()
     inputs, memory = torch.randn(1, 4, D_MODEL).double(), torch.randn(1, 6, D_MODEL).double()
     keys = NUM_HEADS * key_size
     query = module.query(inputs)[0].detach()

@@ -104,7 +104,8 @@ def test_a_table_of_positions_that_a_search_made_can_be_trained_with(make_model:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_self_attention_with_rotary_positions_is_attention_of_turned_queries_and_keys(is_causal: bool) -> None:
-    module = SelfAttention(12, 3, (4, 2), is_causal, SinusoidalPositions(4)).double()
+    config = ModelConfig(d_model=12, num_heads=3, key_size=4, value_size=2)
+    module = SelfAttention(config, is_causal, SinusoidalPositions(4)).double()
     inputs = torch.randn(2, 5, 12, dtype=torch.float64)
     query, key, value = (
         part.unflatten(-1, (3, -1)).transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import nn
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.data.token_aligner import NULL_SHARE, Lexicon, train_aligner
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.model.transformer import JoinedShape, Transformer
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.guided_alignment import GuidedAlignment
@@ -118,7 +118,7 @@ def test_batches_of_one_pass_have_the_loss_that_they_have_alone(batches):
     objective, plain = guided(lexicon_of(batches)), guided(lexicon_of(batches), weight=0.0)
     alone = sum(objective(*batch)[0] for batch in batches[:3])
     numbers = [(int((source != 0).sum()), int((target != 0).sum())) for source, _, target in batches[:3]]
-    shapes = [(*s.shape, t.shape[1], *each) for (s, _, t), each in zip(batches[:3], numbers, strict=True)]
+    shapes = [JoinedShape(*s.shape, t.shape[1], *each) for (s, _, t), each in zip(batches[:3], numbers, strict=True)]
     together = [torch.cat([side.flatten() for side in sides]) for sides in zip(*batches[:3], strict=True)]
     joined, _ = objective(*together, shapes=shapes)
     torch.testing.assert_close(joined, alone, rtol=1e-5, atol=0)
