@@ -216,9 +216,14 @@ def _name_of(_: str, side: str, _layers: str, number: str, part: str, *rest: str
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a .npz by name, and its settings. CheckpointError: it is missing, damaged, or not Marian's."""
     try:
-        arrays = patiently(path, lambda: dict(np.load(path, allow_pickle=False)), MISPLACED)
+        arrays = patiently(path, lambda: _arrays(path), MISPLACED)
         return arrays, {**load(arrays.pop(SETTINGS).tobytes().rstrip(b"\0").decode())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         raise CheckpointError(
             f"{path}: not a complete .npz of Marian with {SETTINGS} ({error}). Copy it again; a .bin cannot be imported"
         ) from error
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
