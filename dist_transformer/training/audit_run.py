@@ -90,13 +90,15 @@ class Audit:
         folder: the prepared folder.
         has_weights: True if corpora are drawn by weights, so that an epoch is not one pass.
         may_drop: True if rows may be missing because they are dropped on the fly or quarantined.
-        without: (corpus, row group) of those that may be unreadable; DataError for any other.
+        quarantined: (corpus, row group) of those that may be unreadable; DataError for any other.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, has_weights: bool, may_drop: bool, without: Groups) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, has_weights: bool, may_drop: bool, quarantined: Groups
+    ) -> None:
         self._names, self._has_weights, self._may_drop = manifest.training, has_weights, may_drop
         splits = [manifest.splits[name] for name in manifest.training]
-        self._rows = [_row_numbers(folder, split, corpus, without) for corpus, split in enumerate(splits)]
+        self._rows = [_row_numbers(folder, split, corpus, quarantined) for corpus, split in enumerate(splits)]
         self._uses: dict[int, list[Ints]] = {}
         self.num_batches = 0
         self.wrong_digests: list[int] = []
@@ -164,7 +166,7 @@ def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:
     return counts
 
 
-def _row_numbers(folder: Path, split: Split, corpus: int, without: Groups) -> Ints:
+def _row_numbers(folder: Path, split: Split, corpus: int, quarantined: Groups) -> Ints:
     """Returns the numbers of the rows of a corpus, in their stored order."""
     if all(shard.is_in_place for shard in split.shards):
         return np.arange(split.rows)
@@ -174,7 +176,7 @@ def _row_numbers(folder: Path, split: Split, corpus: int, without: Groups) -> In
         try:
             numbers.append(tables.read(place, ["row_id"]).column("row_id").to_numpy())
         except UnreadableRowGroup as error:
-            if (corpus, group) not in without:
+            if (corpus, group) not in quarantined:
                 raise DataError(f"{place} cannot be read ({error}); restore the file") from error
             numbers.append(np.full(place.rows, UNREADABLE))
     return np.concatenate(numbers)

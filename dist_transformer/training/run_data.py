@@ -145,7 +145,7 @@ class RunData:
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
         batches, partition = checkpoint.state["batches"], position.partition
-        before, now = partition.shares, self.planner.stage_at(max(batches - 1, 0), partition.streams)[0]
+        before, now = partition.shares, self.planner.stage_at(max(batches - 1, 0), partition.streams).shares
         if batches and before != now:
             raise CheckpointError(
                 f"{checkpoint.path} cannot be resumed, since the shares of the corpora have changed for steps that "

@@ -22,7 +22,7 @@ from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey,
 from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
 from dist_transformer.errors import MachineError
 
-Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
+Quarantine = dict[WindowKey, tuple[tuple[int, int], ...]]
 """The quarantined (corpus, row group) pairs of each window."""
 STALL_SHARE = 0.5
 """Share of training.hang_seconds to wait for a window: the loader can report what is missing, the watchdog could not."""
@@ -88,15 +88,17 @@ class LaneLoader:
         self.partition, self._plan = position.partition, planner.plan(position.partition)
         self._lanes = {lane: position.lanes[lane] for lane in lanes}
         self._current: dict[int, Iterator[MicroBatch]] = {}
-        self._without: Exclusions = {}
+        self._quarantine: Quarantine = {}
         for row_group in position.quarantined:
-            left_out = self._without.get(row_group.key, ())
-            self._without[row_group.key] = (*left_out, (row_group.corpus, row_group.row_group))
+            known = self._quarantine.get(row_group.key, ())
+            self._quarantine[row_group.key] = (*known, (row_group.corpus, row_group.row_group))
         self._dropped: Counter[str] = Counter()
-        self._quarantined: list[Quarantined] = []
+        self._newly_quarantined: list[Quarantined] = []
         # The first windows are built here: they are ready before the loader processes have started.
         here = {lane for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
-        self._asked = {lane: _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without) for lane in here}
+        self._asked = {
+            lane: _with_quarantined(self._plan.request(lane, self._lanes[lane][0]), self._quarantine) for lane in here
+        }
         self._windows = WindowStream(builder, set(self._asked.values()), settings)
         self._read_ahead_from(batch, here)
         for lane in self._lanes.keys() - here:
@@ -110,8 +112,8 @@ class LaneLoader:
             MachineError: the loader stalls, or one of its processes was killed.
         """
         batches = [self._next_of(lane) for lane in self._lanes]
-        dropped, quarantined = self._dropped, tuple(self._quarantined)
-        self._dropped, self._quarantined = Counter(), []
+        dropped, quarantined = self._dropped, tuple(self._newly_quarantined)
+        self._dropped, self._newly_quarantined = Counter(), []
         return LocalStep(batches, dropped, quarantined)
 
     def start_epoch(self, batch: int) -> None:
@@ -126,7 +128,7 @@ class LaneLoader:
 
     def must_repartition(self, batch: int) -> bool:
         """True if other weights hold from global batch `batch` on: every rank calls `repartition` before its next step."""
-        return self._planner.stage_at(batch, self.partition.streams)[0] != self.partition.shares
+        return self._planner.stage_at(batch, self.partition.streams).shares != self.partition.shares
 
     def repartition(self, lanes: LanePositions, batch: int) -> None:
         """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""
@@ -164,7 +166,7 @@ class LaneLoader:
         self._current[lane] = itertools.islice(micro_batches(window, lane, self._bos_id), emitted, None)
         if emitted == 0:
             self._dropped.update(window.dropped)
-            self._quarantined += window.quarantined
+            self._newly_quarantined += window.quarantined
 
     def _restart(self, batch: int) -> None:
         """Discards the prefetched windows, and prefetches from the current positions of the lanes."""
@@ -179,7 +181,7 @@ class LaneLoader:
         self._ahead_batch = batch
         first = {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
         self._ahead = {
-            lane: _requests(self._planner, self.partition, batch, lane, window, self._without)
+            lane: _requests(self._planner, self.partition, batch, lane, window, self._quarantine)
             for lane, window in first.items()
         }
 
@@ -191,7 +193,7 @@ class LaneLoader:
 
 
 def _requests(
-    planner: Planner, partition: Partition, batch: int, lane: int, first: int, without: Exclusions
+    planner: Planner, partition: Partition, batch: int, lane: int, first: int, quarantine: Quarantine
 ) -> Iterator[WindowRequest]:
     """Yields requests for all windows of a lane from `first` on, assuming that the weights at `batch` do not change.
 
@@ -201,23 +203,23 @@ def _requests(
     empty: set[tuple[tuple[int, ...], ...]] = set()
     while True:
         pending = tuple(stream.num_pending for stream in partition.streams)
-        cut = (partition.quotas, pending, planner.stage_at(batch, partition.streams)[1:])
+        cut = (partition.quotas, pending, planner.stage_at(batch, partition.streams).waits_for)
         if cut in empty:
             return
         plan = planner.plan(partition)
         empty = set() if plan.num_windows(lane) else {*empty, cut}
         for window in range(first, plan.num_windows(lane)):
-            yield _excluding(plan.request(lane, window), without)
+            yield _with_quarantined(plan.request(lane, window), quarantine)
         partition, first = planner.after_epoch(partition, batch), 0
 
 
-def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
-    return replace(request, without=without[request.key]) if request.key in without else request
+def _with_quarantined(request: WindowRequest, quarantine: Quarantine) -> WindowRequest:
+    return replace(request, quarantined=quarantine[request.key]) if request.key in quarantine else request
 
 
 def _refuse_other_rows(window: Window) -> None:
     """Raises MachineError if a window that was begun has other rows now, lost or repeated unnoticed: a disk may be away."""
-    newly = [group for group in window.quarantined if (group.corpus, group.row_group) not in window.request.without]
+    newly = [group for group in window.quarantined if (group.corpus, group.row_group) not in window.request.quarantined]
     if newly:
         raise MachineError(
             f"{newly[0].place} cannot be read ({newly[0].reason}), but it could when {window.request.key} was "

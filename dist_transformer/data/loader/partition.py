@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,13 @@ class Stage:
     from_batch: int
     shares: tuple[int, ...] | None
     after: tuple[int, int] = (0, 0)
+
+
+class StageInForce(NamedTuple):
+    """The shares in force, and what the next stage waits for: (corpus, so many more rows of it); 0: for no rows."""
+
+    shares: tuple[int, ...] | None
+    waits_for: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -133,9 +141,8 @@ class Planner:
         """Number of rows of each corpus."""
         return tuple(sum(groups) for groups in self.group_rows)
 
-    def stage_at(self, batch: int, streams: Sequence[Stream]) -> tuple[tuple[int, ...] | None, int, int]:
-        """Returns the shares in force for a global batch of a partition that begins with these streams; and the corpus
-        that the next stage waits for, with the rows of it to draw before (0: it does not wait for rows)."""
+    def stage_at(self, batch: int, streams: Sequence[Stream]) -> StageInForce:
+        """Returns the stage in force for a global batch of a partition that begins with these streams."""
         shares = self.stages[0].shares
         for stage in self.stages[1:]:
             corpus, rows = stage.after
@@ -143,9 +150,9 @@ class Planner:
             if stage.from_batch > batch:
                 break
             if missing > 0:
-                return shares, corpus, missing
+                return StageInForce(shares, (corpus, missing))
             shares = stage.shares
-        return shares, 0, 0
+        return StageInForce(shares, (0, 0))
 
     def first_partition(self) -> Partition:
         return self._epoch(0, (Stream(),) * len(self.rows), 0)
@@ -177,13 +184,14 @@ class Planner:
             yield from self._order(corpus, number).slices(first, last)
 
     def _epoch(self, epoch: int, streams: tuple[Stream, ...], batch: int) -> Partition:
-        return Partition(epoch, 0, *self._quotas(self.rows, batch, streams), streams, ((),) * self.num_lanes)
+        quotas, shares = self._quotas(self.rows, batch, streams)
+        return Partition(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
 
     def _quotas(
         self, rows: tuple[int, ...], batch: int, streams: Sequence[Stream]
     ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Returns quotas that sum up to `rows`, or end where the next stage begins, and the shares in force."""
-        shares, corpus, missing = self.stage_at(batch, streams)
+        shares, (corpus, missing) = self.stage_at(batch, streams)
         quotas = rows if shares is None else apportion(sum(rows), shares)
         quota = quotas[corpus]
         # A stage that begins just behind them begins with them: no epoch of a few rows is left.

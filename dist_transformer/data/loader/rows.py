@@ -129,7 +129,7 @@ class RowReader:
         quarantined = []
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
             place = self._corpora[corpus].places[row_group]
-            if (corpus, row_group) in request.without:
+            if (corpus, row_group) in request.quarantined:
                 quarantined.append(Quarantined(request.key, corpus, row_group, str(place), "quarantined before"))
                 continue
             try:

@@ -79,17 +79,20 @@ class WindowBuilder:
         random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
         buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
         shuffled = [buckets[i] for i in random.permutation(len(buckets))]
-        return Window(request, *self._lay_out(read.rows, shuffled), dict(read.rows.dropped), read.quarantined)
+        return self._window(request, read.rows, shuffled, read.quarantined)
 
     def build_rows(self, rows: TokenRows) -> Window:
         """Builds a window of these rows without randomness."""
         buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
-        return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
+        return self._window(WindowRequest(WindowKey(0, 0, 0, 0), ()), rows, buckets, ())
 
     def _buckets(self, rows: TokenRows, order: Ints) -> list[Bucket]:
         return buckets_of(rows.source.lengths, rows.target.lengths, order, self._max_tokens)
 
-    def _lay_out(self, rows: TokenRows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
+    def _window(
+        self, request: WindowRequest, rows: TokenRows, buckets: Sequence[Bucket], quarantined: tuple[Quarantined, ...]
+    ) -> Window:
+        """Lays out all buckets in one flat array."""
         size = sum(bucket.rows * (bucket.source_length + bucket.target_length) for bucket in buckets)
         tokens = np.full(size, self._special.pad, np.int32)
         shapes, place = [], 0
@@ -99,10 +102,11 @@ class WindowBuilder:
             source, target = tokens[place:middle].reshape(bucket.rows, -1), tokens[middle:end].reshape(bucket.rows, -1)
             source_tokens = _fill(source, rows.source, bucket.members)
             target_tokens = _fill(target, rows.target, bucket.members)
-            shapes.append(BatchShape(*bucket[1:], bucket.rows, source_tokens, target_tokens))
+            lengths = bucket.source_length, bucket.target_length
+            shapes.append(BatchShape(bucket.rows, *lengths, bucket.rows, source_tokens, target_tokens))
             place = end
         members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])
-        return tuple(shapes), tokens, rows.row_ids[members]
+        return Window(request, tuple(shapes), tokens, rows.row_ids[members], dict(rows.dropped), quarantined)
 
 
 def _fill(side: Tokens, rows: TokenColumn, members: Ints) -> int:

@@ -75,9 +75,9 @@ class WindowRequest:
     """Input of a loader process for a window; the same request gives the same window everywhere.
 
     Attributes:
-        without: (corpus, row group) of row groups that were quarantined when the window was first built.
+        quarantined: (corpus, row group) of row groups that were quarantined when the window was first built.
     """
 
     key: WindowKey
     slices: tuple[RowSlice, ...]
-    without: tuple[tuple[int, int], ...] = ()
+    quarantined: tuple[tuple[int, int], ...] = ()

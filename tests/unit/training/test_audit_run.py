@@ -47,7 +47,7 @@ def audited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callabl
 
     def problems(change: Callable[[Records], None]) -> list[str]:
         change(records)
-        audit = Audit(tmp_path, manifest, has_weights=request.param == "weights", may_drop=False, without=())
+        audit = Audit(tmp_path, manifest, has_weights=request.param == "weights", may_drop=False, quarantined=())
         for each in records:
             audit.add(each)
         return [*audit.problems(planner, ranks.position), *map(str, audit.wrong_digests)]
@@ -104,7 +104,7 @@ def test_rows_are_counted_by_epoch_and_with_weights_through_the_whole_run(tmp_pa
         (False, [f"epoch 0, large: 1 of 4 {once}", f"epoch 0, small: 2 of 4 {once}", f"epoch 1, large: 1 of 4 {once}"]),
         (True, [f"whole run, large: 2 of 4 {once}", "whole run, small: 2 of 4 rows, at most 2 times each"]),
     ):
-        audit = Audit(tmp_path, manifest, has_weights, may_drop=False, without=())
+        audit = Audit(tmp_path, manifest, has_weights, may_drop=False, quarantined=())
         audit.add(record(1, 0, {0: [1, (1 << CORPUS_SHIFT) + 1, (1 << CORPUS_SHIFT) + 2]}))
         audit.add(record(2, 1, {0: [2, (1 << CORPUS_SHIFT) + 1]}))
         assert list(audit.usages())[: len(expected)] == expected

@@ -124,7 +124,7 @@ def test_what_a_window_lost_is_told_once_with_the_step_that_begins_it_and_left_o
     resumed = LaneLoader(builder, planner, position, number + 1, [0, 1], ALONE)
     again = resumed.next_step()
     assert isinstance(entry, Quarantined)
-    assert {request.key: request.without for request in builder.asked}[entry.key] == ((0, 1),)
+    assert {request.key: request.quarantined for request in builder.asked}[entry.key] == ((0, 1),)
     assert entry not in again.quarantined
 
 
@@ -136,7 +136,7 @@ class FailingDisk(RowsBuilder):
         self._unreadable = unreadable
 
     def build(self, request):
-        hit = {(piece.corpus, piece.row_group) for piece in request.slices} & {*self._unreadable, *request.without}
+        hit = {(piece.corpus, piece.row_group) for piece in request.slices} & {*self._unreadable, *request.quarantined}
         kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) not in hit)
         lost = tuple(Quarantined(request.key, *group, "a row group", "OSError") for group in sorted(hit))
         return replace(super().build(replace(request, slices=kept)), request=request, quarantined=lost)

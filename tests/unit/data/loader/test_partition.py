@@ -331,8 +331,8 @@ def test_scheduled_weights_hold_from_the_batch_of_their_step_on():
         ((9,), (1,)), 1, 5, 1, stages(mixture(weights={"large": 1, "small": 1}, schedule=schedule), [9, 1])
     )
     streams = planner.first_partition().streams
-    assert planner.stage_at(98, streams) == (shares_of([1, 1]), 0, 0)
-    assert planner.stage_at(99, streams) == (shares_of([0, 1]), 0, 0)  # batch 99 makes step 100
+    assert planner.stage_at(98, streams) == (shares_of([1, 1]), (0, 0))
+    assert planner.stage_at(99, streams) == (shares_of([0, 1]), (0, 0))  # batch 99 makes step 100
 
 
 def test_the_position_of_64_lanes_is_small():

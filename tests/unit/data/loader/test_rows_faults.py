@@ -199,7 +199,7 @@ def test_validation_ends_with_a_bad_row_group_also_in_quarantine(tmp_path):
 def test_row_groups_that_the_request_leaves_out_are_not_touched(tmp_path, tokens):
     shard_of(tmp_path, tokens).unlink()
     without = tuple((0, group) for group in range(3))
-    read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, without=(*without, (0, 17))))
+    read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, quarantined=(*without, (0, 17))))
     file = str(shard_of(tmp_path, tokens))
     assert read.quarantined == tuple(
         Quarantined(WINDOW.key, 0, group, f"row group {group} of {file}", "quarantined before") for group in range(3)

@@ -164,7 +164,7 @@ def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(fo
     with changed_bytes(Path(shard.file), 30, 60):
         lost = reader.read(at())
     assert [(group.row_group, len(lost.rows.row_ids)) for group in lost.quarantined] == [(0, 80)]
-    mended = reader_of(folder, {"train": copy}, sampling=0.2, **settings).read(replace(at(), without=((0, 0),)))
+    mended = reader_of(folder, {"train": copy}, sampling=0.2, **settings).read(replace(at(), quarantined=((0, 0),)))
     assert as_lists(mended.rows) == as_lists(lost.rows)
 
 

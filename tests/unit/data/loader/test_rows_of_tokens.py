@@ -112,7 +112,7 @@ def test_more_files_than_are_kept_open_can_be_read(tmp_path):
 
 
 def test_the_rows_of_a_window_that_is_left_out_whole_are_none(reader):
-    read = reader.read(request((0, 1, 2, 5), (1, 2, 0, 9), without=((0, 1), (1, 2))))
+    read = reader.read(request((0, 1, 2, 5), (1, 2, 0, 9), quarantined=((0, 1), (1, 2))))
     assert as_lists(read.rows) == []
     assert [len(side.ids) for side in (read.rows.source, read.rows.target)] == [0, 0]
     assert [(lost.corpus, lost.row_group, lost.reason) for lost in read.quarantined] == [

@@ -104,7 +104,7 @@ def test_a_window_names_the_row_groups_that_it_goes_without(tmp_path):
     reader = reader_of(
         tmp_path, {"train": write_token_split(tmp_path, "train", ((30, 30),))}, on_bad_row_group="quarantine"
     )
-    window = builder(reader).build(request((0, 0, 0, 30), (0, 1, 0, 30), without=((0, 1),)))
+    window = builder(reader).build(request((0, 0, 0, 30), (0, 1, 0, 30), quarantined=((0, 1),)))
     assert [(group.corpus, group.row_group) for group in window.quarantined] == [(0, 1)]
     assert len(window.row_ids) == 30
 
