@@ -12,9 +12,8 @@ from dist_transformer.cluster.checks import time_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.config.model_size import with_precision
-from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
-from dist_transformer.planning.hardware import Hardware, calibrated, hardware_of
+from dist_transformer.planning.hardware import Planned, calibrated, hardware_of
 
 MOST_NODES = 100_000
 LARGEST = 1e18
@@ -53,13 +52,12 @@ def plan_command(
 
     counts = _numbers_of_nodes(nodes)
     rates = {"tokens_per_second": tokens_per_second, "all_reduce_gb_per_second": all_reduce}
-    config, ranks_per_node, hardware = _planned(run, overrides, gpu, gpus_per_node, calibrate, **rates)
-    rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
-    of_plan = (config, gpu, ranks_per_node, hardware, rows)
+    planned = _planned(run, overrides, gpu, gpus_per_node, calibrate, **rates)
+    rows = [plan_row(planned.config, count, planned.gpus_per_node, planned.hardware) for count in counts]
     if as_json:
-        print(json.dumps(plan_values(*of_plan), indent=2))
+        print(json.dumps(plan_values(planned, rows), indent=2))
     else:
-        print_plan(*of_plan)
+        print_plan(planned, rows)
 
 
 def simulate_command(
@@ -101,7 +99,8 @@ def simulate_command(
 
     counts = _numbers_of_nodes(nodes)
     rates = {"tokens_per_second": tokens_per_second, "all_reduce_gb_per_second": all_reduce}
-    config, ranks_per_node, hardware = _planned(run, overrides, gpu, gpus_per_node, calibrate, **rates)
+    planned = _planned(run, overrides, gpu, gpus_per_node, calibrate, **rates)
+    config = planned.config
     for problem in time_problems(config.slurm):
         raise UserError(problem)
     limit = seconds_of(config.slurm.time_limit) or math.inf
@@ -110,19 +109,18 @@ def simulate_command(
         lane_spread, limit_seconds=min(limit - config.slurm.signal_seconds, 3600 * (config.training.max_hours or math.inf)),
     )  # fmt: skip
     _must_be_finite(**{name: value for name, value in vars(site).items() if name != "limit_seconds"})
-    rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]
-    of_simulation = (config, gpu, ranks_per_node, hardware, site, rows)
+    rows = [scale_row(config, count, planned.gpus_per_node, planned.hardware, site) for count in counts]
     if as_json:
-        print(json.dumps(simulation_values(*of_simulation), indent=2))
+        print(json.dumps(simulation_values(planned, site, rows), indent=2))
     else:
-        print_simulation(*of_simulation)
+        print_simulation(planned, site, rows)
 
 
 def _planned(
     run: Path, overrides: list[str] | None, gpu: str, gpus: int | None, calibrate: Path | None, **rates: float | None
-) -> tuple[Config, int, Hardware]:
-    """The configuration to plan, with its vocabulary counted, the ranks of a node, and the table's row of `gpu`, with figures
-    measured by a preflight or the user in its place.
+) -> Planned:
+    """The run to plan, with its vocabulary counted, and the table's row of `gpu`, with figures measured by a preflight or the
+    user in its place.
 
     UserError: the table has no such kind, `calibrate` is no preflight report, or a figure is no number.
     """
@@ -134,7 +132,7 @@ def _planned(
     ranks = gpus or config.slurm.ranks_per_node
     _must_be_finite(**rates)
     hardware = hardware_of(gpu) if calibrate is None else calibrated(hardware_of(gpu), calibrate)
-    return config, ranks, with_given_rates(hardware, config, ranks, **rates)
+    return Planned(config, gpu, ranks, with_given_rates(hardware, config, ranks, **rates))
 
 
 def _must_be_finite(**options: float | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 
 DATA_SHEET, ASSUMED, MEASURED, GIVEN = "vendor's data sheet", "assumed", "measured by preflight", "given"
@@ -49,6 +50,16 @@ class Hardware:
         """TFLOP/s of a whole model: layer norms, dropout and small matrices are slower than large products."""
         rate = self.single_tflops if precision == "fp32" else self.half_tflops
         return rate.value * (1.0 if rate.source == MEASURED else self.matmul_share.value) * self.model_share.value
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run to plan, and its nodes: `hardware` is that of each of `gpus_per_node` GPUs of the kind `gpu`."""
+
+    config: Config
+    gpu: str
+    gpus_per_node: int
+    hardware: Hardware
 
 
 _FIGURES: dict[str, tuple[float, ...]] = {

@@ -10,7 +10,7 @@ from dist_transformer.config.slurm_schema import LOST_ATTEMPTS
 from dist_transformer.format import duration, table
 from dist_transformer.planning import scale
 from dist_transformer.planning.failures import SLIGHT_LOSS
-from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.hardware import Hardware, Planned
 from dist_transformer.planning.memory import USABLE_SHARE
 from dist_transformer.planning.plan import Row
 from dist_transformer.planning.scale import ScaleRow, Site
@@ -37,12 +37,11 @@ CHECKED = (
 )
 
 
-def plan_values(
-    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]
-) -> dict[str, Any]:
+def plan_values(planned: Planned, rows: Sequence[Row]) -> dict[str, Any]:
     """The whole plan in numbers, bytes and seconds; null: no value. Keys stay the same in all releases."""
+    config = planned.config
     return {
-        **run_values(config, gpu, gpus_per_node, hardware),
+        **run_values(planned),
         "checkpoint_bytes": checkpoint_bytes(count_parameters(config), config.training),
         "zero_stage": config.training.zero_stage,
         "precision": config.training.precision,
@@ -51,15 +50,15 @@ def plan_values(
     }
 
 
-def run_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware) -> dict[str, Any]:
+def run_values(planned: Planned) -> dict[str, Any]:
     """Values of the run and its hardware."""
     return {
-        "parameters": count_parameters(config),
-        "lanes": config.data.lanes,
-        "max_steps": config.training.max_steps,
-        "gpu": gpu,
-        "gpus_per_node": gpus_per_node,
-        "hardware": {name: vars(constant) for name, constant in vars(hardware).items()},
+        "parameters": count_parameters(planned.config),
+        "lanes": planned.config.data.lanes,
+        "max_steps": planned.config.training.max_steps,
+        "gpu": planned.gpu,
+        "gpus_per_node": planned.gpus_per_node,
+        "hardware": {name: vars(constant) for name, constant in vars(planned.hardware).items()},
     }
 
 
@@ -87,15 +86,11 @@ def _row_values(row: Row) -> dict[str, Any]:
     }
 
 
-def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> None:
+def print_plan(planned: Planned, rows: Sequence[Row]) -> None:
     """Prints the planned run, two tables, warnings, and the source of each figure."""
-    parameters = count_parameters(config)
-    print(
-        f"{config.run.name}: {parameters:,} parameters, {config.training.precision}, ZeRO {config.training.zero_stage}, "
-        f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
-        f"{_gigabytes(checkpoint_bytes(parameters, config.training))} GB"
-    )
-    print(*table(TIMES, [_time_cells(row, hardware) for row in rows]), sep="\n")
+    checkpoint = checkpoint_bytes(count_parameters(planned.config), planned.config.training)
+    print(f"{_run_text(planned)}; a checkpoint is {_gigabytes(checkpoint)} GB")
+    print(*table(TIMES, [_time_cells(row, planned.hardware) for row in rows]), sep="\n")
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
     memory = [
         [str(row.nodes), *map(_gigabytes, (*row.by_stage.values(), row.memory.cpu_bytes)), row.memory.fullest]
@@ -105,7 +100,15 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     for row in rows:
         for text in [*filter(None, [row.problem]), *row.warnings]:
             print(f"{nodes_text(row.nodes)}: {text}")
-    print_sources(hardware)
+    print_sources(planned.hardware)
+
+
+def _run_text(planned: Planned) -> str:
+    config, training = planned.config, planned.config.training
+    return (
+        f"{config.run.name}: {count_parameters(config):,} parameters, {training.precision}, ZeRO {training.zero_stage}, "
+        f"{config.data.lanes} lanes; {planned.gpus_per_node} x {planned.gpu} a node"
+    )
 
 
 def _time_cells(row: Row, hardware: Hardware) -> list[str]:
@@ -141,13 +144,11 @@ def _gigabytes(count: float) -> str:
     return f"{count / 1e9:,.1f}"
 
 
-def simulation_values(
-    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
-) -> dict[str, Any]:
+def simulation_values(planned: Planned, site: Site, rows: Sequence[ScaleRow]) -> dict[str, Any]:
     """The whole simulation in numbers and seconds; null: no value. Keys stay the same in all releases."""
     return {
-        **run_values(config, gpu, gpus_per_node, hardware),
-        "every_steps": config.checkpoints.every_steps,
+        **run_values(planned),
+        "every_steps": planned.config.checkpoints.every_steps,
         "site": {name: _finite(value) for name, value in vars(site).items()},
         "simulations": [_simulated_values(row) for row in rows],
     }
@@ -183,19 +184,13 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def print_simulation(
-    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
-) -> None:
+def print_simulation(planned: Planned, site: Site, rows: Sequence[ScaleRow]) -> None:
     """Prints the simulated run, a table of steps, one of failures, advised settings, and the source of each figure."""
-    print(
-        f"{config.run.name}: {count_parameters(config):,} parameters, {config.training.precision}, ZeRO "
-        f"{config.training.zero_stage}, {config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a node fails every "
-        f"{site.node_hours_between_failures:,g} hours"
-    )
+    print(f"{_run_text(planned)}; a node fails every {site.node_hours_between_failures:,g} hours")
     print(*table(STEPS, [_step_cells(row) for row in rows]), sep="\n")
     print("shares of node-hours; intervals are of training, without the saves; `average_last` of them fit into a run")
     print(*table(FAILURES, [_failure_cells(row) for row in rows]), sep="\n")
-    for text in _remarks(config, rows):
+    for text in _remarks(planned.config, rows):
         print(text)
     shown = {name: "by size" if value is None else f"{value:g}" for name, value in vars(site).items()}
     print(f"site: {', '.join(f'{name} {text}' for name, text in shown.items())}")
@@ -203,7 +198,7 @@ def print_simulation(
         f"of checkpoints: copied with {scale.COPY_GB_PER_SECOND:g} GB/s of each rank, written with "
         f"{scale.WRITE_GB_PER_SECOND:g} GB/s of each and {scale.DISK_GB_PER_SECOND:g} GB/s of all, unless seconds are given"
     )
-    print_sources(hardware)
+    print_sources(planned.hardware)
 
 
 def _step_cells(row: ScaleRow) -> list[str]:
