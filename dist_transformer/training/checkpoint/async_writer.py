@@ -82,18 +82,18 @@ class AsyncWriter:
         assert self._pending is None, "a save is in flight: finish() comes first"
         final = self._run_dir.checkpoints / checkpoints.folder_name(state["step"])
         whole = {**state, "version": VERSION, "state_files": self._ranks.num_ranks, "shapes": engine.shapes()}
-        flight = PendingSave(final, json.loads(json.dumps(whole)), time.monotonic())
-        flight.was_there = self._ranks.from_rank_zero(lambda: _is_there(final, flight.state))
-        self._pending = flight
-        if not flight.was_there:
+        save = PendingSave(final, json.loads(json.dumps(whole)), time.monotonic())
+        save.was_there = self._ranks.from_rank_zero(lambda: _is_there(final, save.state))
+        self._pending = save
+        if not save.was_there:
             self._progress(f"copying the state for checkpoint {final.name}")
             fragments = engine.fragments()
             self._staging.take(fragments)
             sums = sums_by_part(fragments)
-            flight.bit_sum = int(sums.sum())
-            flight.state["bit_sums"] = dict(zip(PARTS, self._ranks.all_reduce_sum(sums.clone()).tolist(), strict=True))
-            flight.needed_bytes = sum(self._ranks.all_gather_object(self._staging.num_bytes))
-            self._attempt(flight)
+            save.bit_sum = int(sums.sum())
+            save.state["bit_sums"] = dict(zip(PARTS, self._ranks.all_reduce_sum(sums.clone()).tolist(), strict=True))
+            save.needed_bytes = sum(self._ranks.all_gather_object(self._staging.num_bytes))
+            self._attempt(save)
 
     def complete(self, values: Mapping[str, Any]) -> None:
         """Replaces values of the state given to `begin` that were not known then (not collective)."""
@@ -109,47 +109,47 @@ class AsyncWriter:
 
         A save that fails is tried again from the same copy, SAVE_ATTEMPTS times in all, then given up.
         """
-        flight = self._pending
-        assert flight is not None, "no save is in flight"
-        problem = None if flight.was_there else self._confirm(flight)
+        save = self._pending
+        assert save is not None, "no save is in flight"
+        problem = None if save.was_there else self._confirm(save)
         for attempt in range(2, SAVE_ATTEMPTS + 1):
             if problem is None:
                 break
             if self._ranks.is_rank_zero:
-                log.warning("%s: %s; attempt %d of %d follows", flight.path.name, problem, attempt, SAVE_ATTEMPTS)
+                log.warning("%s: %s; attempt %d of %d follows", save.path.name, problem, attempt, SAVE_ATTEMPTS)
             time.sleep(SECONDS_BETWEEN_ATTEMPTS)
-            self._attempt(flight)
-            problem = self._confirm(flight)
+            self._attempt(save)
+            problem = self._confirm(save)
         self._pending = None
         if problem is not None:
-            flight.problem = self._ranks.from_rank_zero(lambda: self._give_up(flight, problem))
-        return flight
+            save.problem = self._ranks.from_rank_zero(lambda: self._give_up(save, problem))
+        return save
 
-    def _attempt(self, flight: "PendingSave") -> None:
+    def _attempt(self, save: "PendingSave") -> None:
         """Makes an empty folder, and starts this rank's thread that writes into it (collective)."""
-        flight.problem = self._ranks.from_rank_zero(lambda: _prepare(flight.temporary, flight.needed_bytes))
-        flight.writer = None
-        if flight.problem is None:
-            path = flight.temporary / file_name(self._ranks.rank)
-            flight.writer = _Writer(path, self._staging, flight.bit_sum)
-            flight.writer.start()
+        save.problem = self._ranks.from_rank_zero(lambda: _prepare(save.temporary, save.needed_bytes))
+        save.writer = None
+        if save.problem is None:
+            path = save.temporary / file_name(self._ranks.rank)
+            save.writer = _Writer(path, self._staging, save.bit_sum)
+            save.writer.start()
 
-    def _confirm(self, flight: "PendingSave") -> str | None:
+    def _confirm(self, save: "PendingSave") -> str | None:
         """Waits for every rank's file and commits. Returns the problem or None, the same on every rank (collective)."""
-        if flight.problem is not None:
-            return flight.problem
-        writer = flight.writer
+        if save.problem is not None:
+            return save.problem
+        writer = save.writer
         assert writer is not None  # `_attempt` makes it if there was no problem
-        self._wait(writer, f"writing checkpoint {flight.path.name}")
-        results = self._ranks.all_gather_object((*writer.result(), writer.ended - flight.began))
-        flight.seconds = max(seconds for *_, seconds in results)
+        self._wait(writer, f"writing checkpoint {save.path.name}")
+        results = self._ranks.all_gather_object((*writer.result(), writer.ended - save.began))
+        save.seconds = max(seconds for *_, seconds in results)
         problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(results) if problem is not None]
         if problems:
             return "; ".join(problems[:3])
-        self._progress(f"committing checkpoint {flight.path.name}")
+        self._progress(f"committing checkpoint {save.path.name}")
         entries = {file_name(rank): entry for rank, (entry, *_) in enumerate(results)}
-        problem = self._ranks.from_rank_zero(lambda: _commit(flight, entries))
-        self._progress(f"after checkpoint {flight.path.name}")
+        problem = self._ranks.from_rank_zero(lambda: _commit(save, entries))
+        self._progress(f"after checkpoint {save.path.name}")
         return problem
 
     def _wait(self, writer: "_Writer", doing: str) -> None:
@@ -163,9 +163,9 @@ class AsyncWriter:
                 self._progress(doing)
             before = now
 
-    def _give_up(self, flight: "PendingSave", problem: str) -> str:
+    def _give_up(self, save: "PendingSave", problem: str) -> str:
         """Removes the unfinished files, and returns a message for people (rank 0)."""
-        shutil.rmtree(flight.temporary, ignore_errors=True)
+        shutil.rmtree(save.temporary, ignore_errors=True)
         try:
             whole = checkpoints.saved(self._run_dir)
             kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
@@ -236,9 +236,9 @@ class StagingBuffer:
 class _Writer(threading.Thread):
     """Thread that writes one rank's file. It is a daemon: a stalled disk must not keep the process from ending."""
 
-    def __init__(self, path: Path, snapshot: StagingBuffer, expected_sum: int) -> None:
+    def __init__(self, path: Path, staging: StagingBuffer, expected_sum: int) -> None:
         super().__init__(name=f"writes {path.name}", daemon=True)
-        self._path, self._staging, self._expected_sum = path, snapshot, expected_sum
+        self._path, self._staging, self._expected_sum = path, staging, expected_sum
         self._stages_done, self.ended = 0, 0.0
         self._entry: dict[str, Any] | None = None
         self._problem: str | None = None
@@ -304,9 +304,9 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
     return None
 
 
-def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
+def _commit(save: PendingSave, entries: dict[str, Any]) -> str | None:
     """Turns the folder into a checkpoint; rank 0, when every rank's file is on disk. Returns the problem or None."""
-    temporary, final, state = flight.temporary, flight.path, flight.state
+    temporary, final, state = save.temporary, save.path, save.state
     try:
         write_json(temporary / STATE, state)
         StateFiles(temporary)  # checks that all ranks' files are visible, and that their fragments tile the tensors
