@@ -75,7 +75,8 @@ class BatchJob:
         self._steps, self._stopped = 0, 0.0
         self._failed_on: list[str] = []
         self._child: subprocess.Popen[bytes] | None = None
-        self._watch: tuple[str, subprocess.Popen[bytes]] | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
+        self._watching_node = ""
         self._is_told = self._is_ended = self._has_term = False
         self._save_at = requeue.save_time(os.environ.get("SLURM_JOB_END_TIME", ""))  # since Slurm 23.02
         signal.signal(signal.SIGUSR1, self._tell_to_save)
@@ -142,7 +143,7 @@ class BatchJob:
         if text:
             self._say(text)
         if self._watch is not None:
-            self._watch[1].terminate()
+            self._watch.terminate()
         sys.exit(exit_code)
 
     def _wait_for(self, command: Sequence[str], environment: dict[str, str], is_lost: Callable[[], bool]) -> int:
@@ -257,10 +258,10 @@ class BatchJob:
 
     def _watch_this_node(self, nodes: Sequence[str]) -> None:
         """Has another node of the job requeue it if this one dies, with this process: Slurm does that for one node alone."""
-        if len(nodes) < 2 or (self._watch and self._watch[0] in nodes and self._watch[1].poll() is None):
+        if len(nodes) < 2 or (self._watch and self._watching_node in nodes and self._watch.poll() is None):
             return
         if self._watch is not None:
-            self._watch[1].terminate()
+            self._watch.terminate()
         node = next(node for node in nodes[::-1] if node != os.environ.get("SLURMD_NODENAME"))
         module = ["dist_transformer.cluster.batch_host", self._job, str(self._attempt), str(self._run_dir.path)]
         command = slurm.step_beside_ranks(1, [f"--nodelist={node}", sys.executable, "-m", *module])
@@ -268,7 +269,8 @@ class BatchJob:
         # Its end is no news: srun would report that of each job's in the log as if a rank had been killed.
         null = subprocess.DEVNULL
         with suppress(OSError):  # no memory or process left: tried again
-            self._watch = node, subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)
+            self._watch = subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)
+            self._watching_node = node
 
     def _ask_slurm(self) -> dict[str, str] | None:
         """Slurm's record of the job, once that is not suspended; None without an answer. Leaves if Slurm has started the job
