@@ -32,7 +32,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequen
         print(*("\t".join(row) for row in [head, *rows]), sep="\n")
         return
     numbers = best or [None] * len(rows)
-    stars = [[cell + " *" * (place == number) for place, cell in enumerate(row)]
+    stars = [[f"{cell} *" if place == number else cell for place, cell in enumerate(row)]
              for row, number in zip(rows, numbers, strict=True)]  # fmt: skip
     print(*table(head, stars), sep="\n")
 

@@ -128,10 +128,10 @@ def evaluate_command(
         metric.load()  # its errors are reported before hours of translating
     if run is None:
         assert hypothesis is not None
-        read = _read_files(hypothesis, [*(references or []), *([] if source is None else [source])])
-        pairs = Text([] if source is None else read.references.pop(), read.references)
-        print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
-        _print_scores(_measured(read.sources, pairs, code, tokenised, metric))
+        translations, others = _read_files(hypothesis, [*(references or []), *filter(None, [source])])
+        sources = others.pop() if source is not None else []
+        print(f"{hypothesis.name}: {len(translations)} lines, {len(others)} references each")
+        _print_scores(_measured(translations, Text(sources, others), code, tokenised, metric))
         return
     found = scored(
         run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, code, **search
@@ -227,8 +227,8 @@ def scored(
 
 
 def _files_to_score(folder: Path, source: Path, references: Sequence[Path]) -> Text:
-    text = _read_files(source, references)
-    text = replace(text, sources=[*options.noting_tags(folder, text.sources)])
+    sources, others = _read_files(source, references)
+    text = Text([*options.noting_tags(folder, sources)], others)
     return replace(text, name=f"{source.name[:NAME_CHARACTERS]}-{_digest([str(text.digests())])[:8]}")
 
 
@@ -291,14 +291,14 @@ def _print_and_write(found: Scored, engine: Engine, output: Path | None) -> None
         print(f"written to {found.run[1].evaluation}")
 
 
-def _read_files(first: Path, others: Sequence[Path]) -> Text:
+def _read_files(first: Path, others: Sequence[Path]) -> tuple[list[str], list[list[str]]]:
     """Reads the lines of a file, and of others with as many. DataError: one is missing or empty, is not UTF-8, or has more
     or fewer lines than the first."""
     from dist_transformer.data.sources.corpus import read_pairs
 
     corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]
     both = [read_pairs(corpus, DataConfig(train=corpus)) for corpus in corpora]
-    return Text(both[0][0], [lines for _, lines in both])
+    return both[0][0], [lines for _, lines in both]
 
 
 def _measured(

@@ -55,8 +55,8 @@ def _legend_columns(labels: list[str]) -> int:
 
 
 def _legend_inches(panel: Panel, marks: Marks) -> float:
-    labels = [line.label for line in panel.lines] + ["restart"] * bool(marks.restarts)
-    labels += ["divergence"] * bool(marks.divergences) + ["best"] * (panel.best is not None)
+    others = {"restart": marks.restarts, "divergence": marks.divergences, "best": panel.best is not None}
+    labels = [line.label for line in panel.lines] + [label for label, is_there in others.items() if is_there]
     return 0.08 + 0.19 * -(-len(labels) // _legend_columns(labels))
 
 

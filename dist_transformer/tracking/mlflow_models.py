@@ -42,7 +42,7 @@ def log_reference(
         query = f"name = '{name}' AND source_run_id = '{run.run_id}'"
         found = run.client.search_logged_models([run.experiment_id], filter_string=query)
         model = next((each for each in found if dict(each.params) == parameters), None)
-        model = model or _new_model(run, name, parameters, kind, EXTERNAL_TAG, *[BEST] * is_best)
+        model = model or _new_model(run, name, parameters, kind, EXTERNAL_TAG, *([BEST] if is_best else []))
         if model.status != "READY":
             run.log_all_points(points, model.model_id)
             run.client.finalize_logged_model(model.model_id, "READY")

@@ -145,8 +145,9 @@ class RowReader:
         """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
         remedy = f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
         if place.is_in_place:
-            of_hub = ", its server, HF_HUB_OFFLINE or HF_HOME, or train from shards with data.on_the_fly: false"
-            remedy = "Repair or restore the file" + of_hub * place.file.startswith("hf://")
+            remedy = "Repair or restore the file"
+            if place.file.startswith("hf://"):
+                remedy += ", its server, HF_HUB_OFFLINE or HF_HOME, or train from shards with data.on_the_fly: false"
         if error.is_outage:
             remedy = "Start again when its disk, or its server, answers"
         kind = MachineError if error.is_outage else DataError

@@ -221,7 +221,10 @@ def read_held_out(config: Config) -> HeldOut | None:
                 f"data.{name}: its sentences cannot be kept out of the training corpora: {error} Mend it, or set "
                 "data.filters.rules.held_out: false."
             ) from error
-    return HeldOut(*[np.unique(np.concatenate(keys))] * 2) if keys else None
+    if not keys:
+        return None
+    of_both = np.unique(np.concatenate(keys))
+    return HeldOut(source=of_both, target=of_both)
 
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:
@@ -238,7 +241,8 @@ def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
 def all_dropped_error(name: str, chunk: Chunk) -> DataError:
     """Returns the error for a corpus whose rows are all dropped."""
     counts = ", ".join(f"{rule} {count}" for rule, count in chunk.dropped.items())
-    same = "; is it data.validation or test? Then data.filters.rules.held_out: false" * ("held_out" in chunk.dropped)
+    advice = "; is it data.validation or test? Then data.filters.rules.held_out: false"
+    same = advice if "held_out" in chunk.dropped else ""
     return DataError(
         f"{name}: all of its {chunk.read_rows} pairs were dropped ({counts}). "
         f"Look at the text, the order of its columns and data.filters{same}."

@@ -180,8 +180,9 @@ def _translator(run: Run, tokenizer: Tokenizer, engine: Engine) -> Translate:
             searcher.each_token = _Look(progress, run.wants_stop)
             for each in sets:
                 with engine.objective.autocast(ranks.device):
-                    about = search, ranks, progress, run.wants_stop
-                    lines = translate_together(searcher, tokenizer, each.sources, *about)
+                    lines = translate_together(
+                        searcher, tokenizer, each.sources, search, ranks, progress, run.wants_stop
+                    )
                 scored: dict[str, float | str] = {}
                 if each.references:
                     scored = run_on_rank_zero(ranks, partial(scores, each, lines), progress, wants_stop=run.wants_stop)
