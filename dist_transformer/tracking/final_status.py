@@ -10,7 +10,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_event, read_records, read_records_from
 from dist_transformer.run.records import read_record
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
-from dist_transformer.tracking.tracker import memory_of, target_of, usable_model
+from dist_transformer.tracking.tracker import delivery_state_of, target_of, usable_model
 
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}
 
@@ -45,23 +45,23 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
     """
     try:
         target = target_of(settings, run_dir, default_store)
-        memory = memory_of(run_dir)
+        state = delivery_state_of(run_dir)
     except UserError as error:  # an invalid address in the variable must not stop the calling command
         return str(error)
     address = without_credentials(target.uri)
-    if memory.is_followed_elsewhere(address):
-        return f"the run is followed at {memory.uri}, and here tracking.uri or MLFLOW_TRACKING_URI name {address}"
+    if state.is_followed_elsewhere(address):
+        return f"the run is followed at {state.uri}, and here tracking.uri or MLFLOW_TRACKING_URI name {address}"
     if status_said(run_dir) != status:
         add_event(run_dir.tracking_events, "status", {"status": status})
     if has_arrived(run_dir):
         return None
     import dist_transformer.tracking.mlflow_client  # noqa: F401  (takes seconds, which must not count against the server's)
 
-    shipper = BackgroundShipper(Shipper(run_dir, target, memory))
+    shipper = BackgroundShipper(Shipper(run_dir, target, state))
     shipper.start()
     return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.quoted}"
 
 
 def has_arrived(run_dir: RunDir) -> bool:
     """True if MLflow has received all events of starts, checkpoints and ends."""
-    return next(read_records_from(run_dir.tracking_events, memory_of(run_dir).outbox_offset), None) is None
+    return next(read_records_from(run_dir.tracking_events, delivery_state_of(run_dir).outbox_offset), None) is None

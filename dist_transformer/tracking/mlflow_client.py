@@ -226,19 +226,19 @@ def _lacks(steps: Sequence[int], times: Sequence[int], point: outbox.Point) -> b
     )
 
 
-def open_run(target: outbox.Target, memory: outbox.DeliveryState) -> TrackedRun:
+def open_run(target: outbox.Target, state: outbox.DeliveryState) -> TrackedRun:
     """The run of this run folder on the server: the recorded one, else the one with our tag, else a new one."""
     with translated_errors():
         if target.uri.startswith("sqlite:///"):
             _create_database(Path(target.uri.removeprefix("sqlite:///").split("?")[0]))
         client = MlflowClient(tracking_uri=target.uri)
-        found = _run_by_id(client, memory.mlflow_run_id) if memory.mlflow_run_id else None
+        found = _run_by_id(client, state.mlflow_run_id) if state.mlflow_run_id else None
         if found is None:
             experiment_id = _experiment_id(client, target)
-            found = _run_by_uid(client, experiment_id, memory.run_id)
+            found = _run_by_uid(client, experiment_id, state.run_id)
         if found is None:
-            tags = {RUN_UID_TAG: memory.run_id} | ({REPLACES_TAG: memory.mlflow_run_id} if memory.mlflow_run_id else {})
-            found = client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
+            tags = {RUN_UID_TAG: state.run_id} | ({REPLACES_TAG: state.mlflow_run_id} if state.mlflow_run_id else {})
+            found = client.create_run(experiment_id, int(state.created * 1000), tags, state.run_name)
         if not found.info.run_id or not found.info.experiment_id:
             raise outbox.ServerTrouble("its answers are not those of MLflow: something else is at this address")
         experiment = client.get_experiment(found.info.experiment_id).name

@@ -135,7 +135,7 @@ class DeliveryState:
 _ADAPTER = TypeAdapter(DeliveryState)  # made once, since a state is saved after every delivery
 
 
-def load_memory(path: Path, run_name: str, run_id: str | None = None) -> DeliveryState:
+def load_delivery_state(path: Path, run_name: str, run_id: str | None = None) -> DeliveryState:
     """The delivery state in this file; if none is usable, a new one of this run, not yet written."""
     try:
         return _ADAPTER.validate_json(path.read_bytes())

@@ -54,9 +54,9 @@ class Shipper:
     Once `abandoned` is set it sends nothing more and leaves tracking.json alone.
     """
 
-    def __init__(self, run_dir: RunDir, target: outbox.Target, memory: outbox.DeliveryState) -> None:
+    def __init__(self, run_dir: RunDir, target: outbox.Target, state: outbox.DeliveryState) -> None:
         self.folder, self._run_dir = run_dir.path, run_dir
-        self._target, self._memory = target, memory
+        self._target, self._state = target, state
         self._run: TrackedRun | None = None
         self._offset = 0
         self._file: BinaryIO | None = None
@@ -88,13 +88,13 @@ class Shipper:
         if not lost:
             return sent
         logger.warning("MLflow run %s lacks %d points (an old backup?): all is sent again", run.run_id, len(lost))
-        self._memory.outbox_offset, self._memory.ahead = 0, {}
+        self._state.outbox_offset, self._state.ahead = 0, {}
         events = sent.events + self.deliver().events
         run.log_all_points(lost)  # last: what is broken off before is found again
         return Delivery(run.run_id, sent.points + len(lost), events)
 
     def _deliver_to(self, run: "TrackedRun", channels: Sequence[str]) -> Delivery:
-        began, points = self._memory.outbox_offset, 0
+        began, points = self._state.outbox_offset, 0
         arrived: set[int] = set()
         while (found := self._next_event(channels)) is not None:
             channel, event, end = found
@@ -105,20 +105,20 @@ class Shipper:
             except outbox.ServerTrouble:
                 self._send_points(run)  # an event that must wait does not delay the curves
                 raise
-            self._memory.advance(channel, end)
+            self._state.advance(channel, end)
             self.newest_delivery = time.monotonic()
             self._save()
             arrived.add(end)
-        if self._memory.outbox_offset != began:
+        if self._state.outbox_offset != began:
             self._save()
         return Delivery(run.run_id, points + self._send_points(run), len(arrived))
 
     def _next_event(self, channels: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
         for channel in outbox.CHANNELS:
-            for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(channel)):
+            for event, end in read_records_from(self._run_dir.tracking_events, self._state.offset(channel)):
                 if not goes_by(event, channel) or (event["event"] in REPLACED and any(self._later(event, end))):
-                    self._memory.advance(channel, end)
+                    self._state.advance(channel, end)
                 elif channel in channels:
                     return channel, event, end
                 else:
@@ -137,7 +137,7 @@ class Shipper:
 
     def _save(self) -> None:
         self._end_if_abandoned()
-        self._memory.save(self._run_dir.tracking)
+        self._state.save(self._run_dir.tracking)
 
     def _end_if_abandoned(self) -> None:
         if self.abandoned.is_set():
@@ -147,32 +147,32 @@ class Shipper:
         # Imported here, in the thread: it takes 2 seconds, which commands without tracking do not spend.
         from dist_transformer.tracking import mlflow_client
 
-        memory, address = self._memory, without_credentials(self._target.uri)
-        moves = memory.is_followed_elsewhere(address)
+        state, address = self._state, without_credentials(self._target.uri)
+        moves = state.is_followed_elsewhere(address)
         self._save()  # saves the tag's value by which the run is found, before the run can exist
-        run = mlflow_client.open_run(self._target, replace(memory, mlflow_run_id=None) if moves else memory)
+        run = mlflow_client.open_run(self._target, replace(state, mlflow_run_id=None) if moves else state)
         if moves:  # only after the new address has answered: it may be a mistake
-            logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
-        memory.uri = address
-        if moves or run.run_id != memory.mlflow_run_id:
+            logger.warning("tracking moves from %s to %s: the whole history is sent there", state.uri, address)
+        state.uri = address
+        if moves or run.run_id != state.mlflow_run_id:
             logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
             self._begin_again(run)
-        elif any(run.newest_step(event) < step for event, step in memory.sent.items()):
+        elif any(run.newest_step(event) < step for event, step in state.sent.items()):
             logger.warning("MLflow run %s lost points (an old backup?): the whole history is sent there", run.run_id)
             self._begin_again(run)
         self._save()
         return run
 
     def _begin_again(self, run: "TrackedRun") -> None:
-        memory, self._offset = self._memory, 0
-        memory.mlflow_run_id, memory.sent, memory.outbox_offset, memory.ahead = run.run_id, {}, 0, {}
+        state, self._offset = self._state, 0
+        state.mlflow_run_id, state.sent, state.outbox_offset, state.ahead = run.run_id, {}, 0, {}
 
     def _send_points(self, run: "TrackedRun") -> int:
         """Sends the records after the newest step sent of their event, and returns the number of their points: on the
         server steps only grow."""
         self._start_over_if_replaced()
         count, end = 0, self._offset
-        points, newest = list[outbox.Point](), dict(self._memory.sent)
+        points, newest = list[outbox.Point](), dict(self._state.sent)
         for record, after in read_records_from(self._run_dir.metrics, self._offset):
             if {"step", "time"} <= record.keys() and record["step"] > newest.get(record["event"], -1):
                 found = points_of(record)
@@ -193,7 +193,7 @@ class Shipper:
     ) -> int:
         self._end_if_abandoned()
         count = self._log_points(run, points)
-        self._memory.sent.update(newest)
+        self._state.sent.update(newest)
         self.newest_delivery = time.monotonic()
         self._save()
         self._offset = end
@@ -231,10 +231,10 @@ class Shipper:
         try:
             send_event(run, event, channel, self._run_dir)
             if event["event"] == "status":
-                run.remove_doubles(self._memory.run_id)
+                run.remove_doubles(self._state.run_id)
         except outbox.ServerRefused as refusal:
             self._end_if_abandoned()
-            here = (channel, self._memory.offset(channel))
+            here = (channel, self._state.offset(channel))
             said = f"MLflow refused the event {event['event']!r}, which is skipped: {refusal}"
             is_known = said in self._left_out  # an older server refuses each checkpoint
             if not is_known and not isinstance(refusal, outbox.CannotBeSent) and self._refused != here:

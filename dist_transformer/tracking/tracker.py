@@ -68,8 +68,8 @@ class Tracker:
         self._settings = settings
         self._has_model = False
         self._pending: list[bytes] = []
-        memory = memory_of(run_dir, run_name, run_id)
-        self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), memory))
+        state = delivery_state_of(run_dir, run_name, run_id)
+        self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), state))
 
     def start(
         self,
@@ -189,7 +189,7 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
 
     Raises UserError with the server's answer if it does not accept it.
     """
-    shipper = Shipper(run_dir, target := target_of(settings, run_dir, default_store), memory_of(run_dir))
+    shipper = Shipper(run_dir, target := target_of(settings, run_dir, default_store), delivery_state_of(run_dir))
     return _insisting(shipper.deliver_all, target, f"the history of {run_dir.path}")
 
 
@@ -198,8 +198,8 @@ def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, fo
 
     Raises UserError if it is no model folder, is too large, does not translate, or the server does not accept it.
     """
-    target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir)
-    shipper = Shipper(run_dir, target, memory)
+    target, state = target_of(settings, run_dir, default_store), delivery_state_of(run_dir)
+    shipper = Shipper(run_dir, target, state)
     event = {"time": time.time(), **model_event(run_dir, settings, folder), "by_hand": True}
     if (size := outbox.megabytes_of(folder)) > outbox.UPLOAD_MEGABYTES:
         raise UserError(
@@ -211,7 +211,7 @@ def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, fo
 
         delivery = shipper.deliver()
         try:
-            send_model(mlflow_client.open_run(target, memory), event, run_dir)
+            send_model(mlflow_client.open_run(target, state), event, run_dir)
         except outbox.ServerRefused as refusal:
             raise UserError(f"{folder}: {refusal}") from None
         return delivery
@@ -239,14 +239,14 @@ def usable_model(run_dir: RunDir, settings: TrackingConfig, folder: Path) -> dic
         return {}
 
 
-def memory_of(run_dir: RunDir, run_name: str | None = None, run_id: str | None = None) -> outbox.DeliveryState:
+def delivery_state_of(run_dir: RunDir, run_name: str | None = None, run_id: str | None = None) -> outbox.DeliveryState:
     """The delivery state in the run folder; else a new one, of the run that has this id, by default that in run.json."""
     run_id = run_id or read_record(run_dir.state).get("run_id")
-    memory = outbox.load_memory(run_dir.tracking, run_name or run_dir.name, run_id)
+    state = outbox.load_delivery_state(run_dir.tracking, run_name or run_dir.name, run_id)
     recorded = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
-    if any(memory.offset(channel) > recorded for channel in outbox.CHANNELS):  # of a shorter outbox: all of it is new
-        memory.outbox_offset, memory.ahead = 0, {}
-    return memory
+    if any(state.offset(channel) > recorded for channel in outbox.CHANNELS):  # of a shorter outbox: all of it is new
+        state.outbox_offset, state.ahead = 0, {}
+    return state
 
 
 def _insisting(send: Callable[[], Delivery], target: outbox.Target, what: str) -> Delivery:

@@ -20,7 +20,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import add_event, read_records, read_records_from
 from dist_transformer.run.tail import last_lines, lines_from
 from dist_transformer.tracking.messages import send_event
-from dist_transformer.tracking.outbox import CannotBeSent, DeliveryState, load_memory
+from dist_transformer.tracking.outbox import CannotBeSent, DeliveryState, load_delivery_state
 
 pytestmark = pytest.mark.slow
 
@@ -72,11 +72,11 @@ def test_a_delivery_state_of_other_values_is_used_or_begun_again(folder, seed):
         path.write_text(json.dumps(changed(read_json(path), draw)), encoding="utf-8")
     else:
         path.write_bytes(damaged(path.read_bytes(), draw))
-    state = load_memory(path, "a run")
+    state = load_delivery_state(path, "a run")
     state.advance("words", state.offset("words") + 1)
     state.is_followed_elsewhere("sqlite:////nowhere/mlflow.db")
     state.save(path)
-    assert load_memory(path, "a run") == state
+    assert load_delivery_state(path, "a run") == state
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import mlflow_client, mlflow_models, shipper
 from dist_transformer.tracking.final_status import has_arrived
 from dist_transformer.tracking.mlflow_client import TrackedRun
-from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, Point, ServerTrouble, Target, load_memory
+from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, Point, ServerTrouble, Target, load_delivery_state
 from dist_transformer.tracking.shipper import Shipper
 from dist_transformer.tracking.tracker import Tracker
 
@@ -225,7 +225,7 @@ def notes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
 def shipper_of(run_dir: RunDir) -> Shipper:
     """As a process that begins has it."""
     target = Target("http://server", "experiment", Path("artifacts"))
-    return Shipper(run_dir, target, load_memory(run_dir.tracking, "a run"))
+    return Shipper(run_dir, target, load_delivery_state(run_dir.tracking, "a run"))
 
 
 IN_ORDER = [
@@ -243,7 +243,7 @@ def test_the_status_goes_before_words_before_files_before_reports_before_models_
     assert shipper_of(run_dir).deliver().events == len(SPOOL) - 1
     assert notes == IN_ORDER
     assert shipper_of(run_dir).deliver().events == 0
-    assert load_memory(run_dir.tracking, "").outbox_offset == run_dir.tracking_events.stat().st_size
+    assert load_delivery_state(run_dir.tracking, "").outbox_offset == run_dir.tracking_events.stat().st_size
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -291,5 +291,5 @@ def test_a_store_of_files_that_is_down_holds_up_no_status_not_even_of_the_next_s
 
 def test_a_memory_of_before_there_were_lanes_is_read(run_dir: RunDir) -> None:
     write_json(run_dir.tracking, {"run_name": "a run", "spool_offset": 17})
-    memory = load_memory(run_dir.tracking, "")
+    memory = load_delivery_state(run_dir.tracking, "")
     assert [memory.offset(lane) for lane in CHANNELS] == [17] * len(CHANNELS)

@@ -15,8 +15,8 @@ from dist_transformer.run.metrics_log import add_event, read_records
 from dist_transformer.tracking.final_status import has_arrived
 from dist_transformer.tracking.messages import folder_digest, points_of
 from dist_transformer.tracking.mlflow_client import explanation, translated_errors, valid_key
-from dist_transformer.tracking.outbox import DeliveryState, ServerRefused, ServerTrouble, load_memory
-from dist_transformer.tracking.tracker import memory_of
+from dist_transformer.tracking.outbox import DeliveryState, ServerRefused, ServerTrouble, load_delivery_state
+from dist_transformer.tracking.tracker import delivery_state_of
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_answer_with_a_known_cause_comes_with_its_remedy(answer: str, remedy:
 def test_the_memory_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     memory = DeliveryState("a run", mlflow_run_id="abc", sent={"train": 5}, outbox_offset=17, ahead={"words": 4})
     memory.save(tmp_path / "tracking.json")
-    assert load_memory(tmp_path / "tracking.json", "another name") == memory
+    assert load_delivery_state(tmp_path / "tracking.json", "another name") == memory
 
 
 def test_an_event_is_not_glued_to_a_torn_one(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_memory_that_cannot_be_used_is_a_warning_and_delivery_begins_again(
     run_dir: RunDir, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_text(run_dir.tracking, text)
-    memory = memory_of(run_dir, "a run", "the-id-in-its-checkpoints")
+    memory = delivery_state_of(run_dir, "a run", "the-id-in-its-checkpoints")
     assert memory == DeliveryState("a run", "the-id-in-its-checkpoints", created=memory.created)
     assert str(run_dir.tracking) in caplog.text
     assert "begins again" in caplog.text
@@ -157,7 +157,7 @@ def test_what_a_spool_that_was_replaced_by_a_shorter_one_holds_is_sent(run_dir: 
     add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
     DeliveryState("a run", outbox_offset=1000, ahead={"words": 5}).save(run_dir.tracking)
     assert not has_arrived(run_dir)
-    assert memory_of(run_dir, "a run", None).offset("words") == 0
+    assert delivery_state_of(run_dir, "a run", None).offset("words") == 0
 
 
 def test_keys_are_made_that_are_no_other_paths() -> None:
