@@ -27,8 +27,8 @@ from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, Use
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import begin, locked, run_as_job, run_due, set_aside, words_of
-from dist_transformer.pipeline.schema import HEADING, Pipeline, checked, read_pipeline
-from dist_transformer.pipeline.state import SETTINGS, configuration, states_of, text_problems
+from dist_transformer.pipeline.schema import HEADING, SETTINGS, Pipeline, checked, read_pipeline
+from dist_transformer.pipeline.state import configuration, states_of, text_problems
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record

@@ -12,9 +12,8 @@ from typing import Literal
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.files import flush_to_disk, write_json, write_text
-from dist_transformer.pipeline import state as nodes
-from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
-from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, complete, configuration, is_complete, take_back
+from dist_transformer.pipeline.schema import CONFIGURED, KINDS, PLACES, RECORD, SETTINGS, Pipeline
+from dist_transformer.pipeline.state import State, check_unchanged, complete, configuration, is_complete, take_back
 from dist_transformer.processes.children import Signals
 from dist_transformer.processes.launching import run_program
 from dist_transformer.run.folder import RunDir
@@ -46,7 +45,7 @@ def run_due(pipeline: Pipeline, states: dict[str, State], signals: Signals) -> i
         if signals.came:
             return EXIT_REQUEUE
         why = state.why or ("begins" if state.restarts else "resumes")
-        nodes.check_unchanged(pipeline, name, states)
+        check_unchanged(pipeline, name, states)
         say(f"node {name} ({pipeline.nodes[name].kind}): {why}")
         begin(pipeline, name, state)
         if (code := run_node(pipeline, name, signals)) != EXIT_DONE:
@@ -84,25 +83,25 @@ def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", 
     record = state.now if state.restarts else {key: each for key, each in state.record.items() if key != "ended"}
     write_json(folder / RECORD, {moment: round(time.time(), 3), **record})
     if pipeline.nodes[name].kind in CONFIGURED:
-        write_text(folder / nodes.SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
+        write_text(folder / SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
 
 
 def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
     """Runs a node that has begun; returns the exit code of its verb. A run folder is locked by `train` itself."""
-    (kind, values, _), folder, code = pipeline.nodes[name], pipeline.folder(name), EXIT_DONE
-    with nullcontext() if kind == "train" else locked(folder, wait_seconds=20.0):
-        if kind == "filter":
+    node, folder, code = pipeline.nodes[name], pipeline.folder(name), EXIT_DONE
+    with nullcontext() if node.kind == "train" else locked(folder, wait_seconds=20.0):
+        if node.kind == "filter":
             from dist_transformer.pipeline.filtering import filter_files  # numpy, which looking needs not
 
-            source, target, scores = (pipeline.located(values[key]) for key in ("source", "target", "scores"))
+            source, target, scores = (pipeline.located(node.values[key]) for key in ("source", "target", "scores"))
             try:
-                filter_files(source, target, scores, values["drop"], folder)
+                filter_files(source, target, scores, node.values["drop"], folder)
             except UserError as error:
                 say(f"dist-transformer: {error}")
                 code = error.exit_code
         elif not is_complete(pipeline, name):
             program = [sys.executable, "-m", "dist_transformer", *words_of(pipeline, name)]
-            with (folder / ".printed").open("wb") if kind == "score" else nullcontext() as printed:
+            with (folder / ".printed").open("wb") if node.kind == "score" else nullcontext() as printed:
                 code = run_program(program, signals, printed)
             if printed and code == EXIT_DONE:
                 flush_to_disk(folder / ".printed")
@@ -129,10 +128,11 @@ def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
 
 def words_of(pipeline: Pipeline, name: str) -> list[str]:
     """The arguments of `dist-transformer` that run a node."""
-    (kind, values, _), folder = pipeline.nodes[name], pipeline.folder(name)
+    node, folder = pipeline.nodes[name], pipeline.folder(name)
+    kind, values = node.kind, node.values
     if kind in CONFIGURED:
         share = "ranks" if kind == "train" else "processes"
-        return [kind, str(folder / nodes.SETTINGS), f"--{share}={values[share]}"]
+        return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]
     words, options, output = [kind], list[str](), str(folder / KINDS[kind].made[0])
     for key, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):

@@ -27,6 +27,9 @@ from dist_transformer.errors import ConfigError
 NODE_NAME = re.compile(r"(?!(?:prepared|mlartifacts|lock)$)[A-Za-z0-9_][A-Za-z0-9_-]*")
 """Names of nodes, which are folders beside what all share; what is set aside has a dot in its name."""
 HEADING = "the pipeline cannot run:"
+CONFIGURED = ("prepare", "train")
+RECORD, SETTINGS = "node.json", "settings.yaml"
+"""Files in the folder of a node: the record of its newest start, and its configuration."""
 PLACES = ("model", "run", "input", "source", "target", "reference", "scores", "ensemble", "shortlist")
 """Keys of nodes that are files or models."""
 _TRAINED, _WRITTEN = ("train", "average"), ("translate", "filter")

@@ -25,14 +25,12 @@ from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.decoding.sharded_files import same_lines
 from dist_transformer.errors import ConfigError, UserError, say
 from dist_transformer.files import LEFT_OVER, file_sha256, write_json
-from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
+from dist_transformer.pipeline.schema import CONFIGURED, HEADING, KINDS, PLACES, RECORD, SETTINGS, Pipeline
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record_patiently
 from dist_transformer.run.resume_checks import initial_weights_problems
 
-RECORD, SETTINGS = "node.json", "settings.yaml"
-CONFIGURED = ("prepare", "train")
 SCORES = " (scores)"
 """Ends the names of files of quality scores among those that a node reads."""
 LEXICON = KINDS["train"].outputs["lexicon"]
@@ -85,11 +83,11 @@ def states_of(pipeline: Pipeline) -> dict[str, State]:
 
 def configuration(pipeline: Pipeline, name: str) -> Config:
     """The configuration of a node. Raises ConfigError: all its problems; files that other nodes make may be missing."""
-    kind, values, _ = pipeline.nodes[name]
-    file = values["config"]
-    fixed: dict[str, Any] = {"run": {"root": str(pipeline.root), "name": name}, "slurm": values["slurm"]}
-    if kind == "prepare":
-        fixed["data"] = {"prepared": str(pipeline.folder(name) / KINDS[kind].outputs[""])}
+    node = pipeline.nodes[name]
+    file = node.values["config"]
+    fixed: dict[str, Any] = {"run": {"root": str(pipeline.root), "name": name}, "slurm": node.values["slurm"]}
+    if node.kind == "prepare":
+        fixed["data"] = {"prepared": str(pipeline.folder(name) / KINDS[node.kind].outputs[""])}
     marked = read_extended(pipeline.path.parent / file) if file else Marked({}, {(): str(pipeline.path)})
     is_whole = file and pipeline.is_made(file)  # as it was submitted, with the folder of its text
     data = {"data": {"root": pipeline.data_root}} if pipeline.data_root and not is_whole else {}
@@ -97,7 +95,7 @@ def configuration(pipeline: Pipeline, name: str) -> Config:
         marked = merge(marked, layer)
     config = config_of(marked, check_files=False)
     missing = file_problems(config.data, config.tokenizer, pipeline.is_made)
-    if kind == "train" and not pipeline.is_made(config.training.init_from or pipeline.folder(name)):
+    if node.kind == "train" and not pipeline.is_made(config.training.init_from or pipeline.folder(name)):
         missing += initial_weights_problems(config)
     if missing:
         raise ConfigError([f"{marked.place_of(problem)}: {problem}" for problem in missing])
@@ -222,7 +220,8 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State], hashed: F
 def _by_known_names(named: dict[str, Path], known: Fingerprints, root: Path) -> dict[str, Path]:
     """Returns files by known names: the version before named them by whole paths where data.root ends with slashes."""
     whole = {os.path.normpath(file): file for file in known}
-    keys = {file: f"{path}{SCORES * file.endswith(SCORES)}".removeprefix(str(root)) for file, path in named.items()}
+    paths = {file: f"{path}{SCORES if file.endswith(SCORES) else ''}" for file, path in named.items()}
+    keys = {file: path.removeprefix(str(root)) for file, path in paths.items()}
     return {file if file in known else whole.get(keys[file], file): path for file, path in named.items()}
 
 
@@ -255,39 +254,48 @@ def _moved(text: str, root: Path) -> str:
 
 def what_goes_in(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Path]]:
     """Settings on which a node's result depends, then as versions before counted them; files that no node makes that it reads."""
-    kind, values, _ = pipeline.nodes[name]
-    if kind in CONFIGURED:
-        config = configuration(pipeline, name)
-        root = located(config.data.root, "")
-        named = {file.removeprefix(root): Path(file.removesuffix(SCORES)) for file in _files_of(config)}
-        of_data = {"root", *(NOT_PREPARED_BY if kind == "prepare" else ())}
-        left_out: Any = {"run": {"root", "name"}, "data": of_data, "slurm": True, "tracking": True}
-        counts = PREPARED_BY if kind == "prepare" else None
-        plugins = [find(key, each).identity for key, each in plugins_of(dict(config)).items() if each]
-        every = config.model_dump(mode="json", include=counts, exclude=left_out)
-        settings: list[Any] = []
-        for out in (NO_RESULT, (), NO_RESULT[:5]):
-            counted = {at: {key: part[key] for key in part if (at, key) not in out} for at, part in every.items()}
-            settings.append([kind, counted, plugins])
-    else:
-        listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
-        given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]
-        if missing := [(key, path) for key, _, path in given if not path.exists() and not pipeline.is_made(path)]:
-            where = [(pipeline.marked.place(("nodes", name, key)), key, path) for key, path in missing]
-            raise ConfigError([f"{place}: nodes.{name}.{key}: no such file: {path}" for place, key, path in where])
-        runs = [run for run, node in pipeline.nodes.items() if node.kind == "train"]
-        lexicons = [run for run in runs if pipeline.folder(run) / LEXICON in (path for _, _, path in given)]
-        if without := [run for run in lexicons if not configuration(pipeline, run).training.guided_alignment]:
-            place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
-            raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
-        named = {str(Path(each, at.relative_to(path))): at for _, each, path in given for at in _files_at(path)}
-        counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
-        if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
-            counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
-        settings = [[counted], *([counted | {"too_long": each}] for each in (None, "refuse", "split"))]
+    of_kind = _of_configuration if pipeline.nodes[name].kind in CONFIGURED else _of_verb
+    settings, named = of_kind(pipeline, name)
     root, start = f"{pipeline.root}/", len(str(pipeline.root))  # the root may be moved
     files = {file[start:] if file.startswith(root) else file: path for file, path in named.items()}
     return settings, {file: path for file, path in files.items() if not pipeline.is_made(path)}
+
+
+def _of_configuration(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Path]]:
+    """`what_goes_in` for a node that has a configuration."""
+    kind, config = pipeline.nodes[name].kind, configuration(pipeline, name)
+    root = located(config.data.root, "")
+    named = {file.removeprefix(root): Path(file.removesuffix(SCORES)) for file in _files_of(config)}
+    of_data = {"root", *(NOT_PREPARED_BY if kind == "prepare" else ())}
+    left_out: Any = {"run": {"root", "name"}, "data": of_data, "slurm": True, "tracking": True}
+    counts = PREPARED_BY if kind == "prepare" else None
+    plugins = [find(key, each).identity for key, each in plugins_of(dict(config)).items() if each]
+    every = config.model_dump(mode="json", include=counts, exclude=left_out)
+    settings: list[Any] = []
+    for out in (NO_RESULT, (), NO_RESULT[:5]):
+        counted = {at: {key: part[key] for key in part if (at, key) not in out} for at, part in every.items()}
+        settings.append([kind, counted, plugins])
+    return settings, named
+
+
+def _of_verb(pipeline: Pipeline, name: str) -> tuple[list[Any], dict[str, Path]]:
+    """`what_goes_in` for a node whose keys are the options of its verb. Raises ConfigError: a file is not there."""
+    values = pipeline.nodes[name].values
+    listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
+    given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]
+    if missing := [(key, path) for key, _, path in given if not path.exists() and not pipeline.is_made(path)]:
+        where = [(pipeline.marked.place(("nodes", name, key)), key, path) for key, path in missing]
+        raise ConfigError([f"{place}: nodes.{name}.{key}: no such file: {path}" for place, key, path in where])
+    runs = [run for run, node in pipeline.nodes.items() if node.kind == "train"]
+    lexicons = [run for run in runs if pipeline.folder(run) / LEXICON in (path for _, _, path in given)]
+    if without := [run for run in lexicons if not configuration(pipeline, run).training.guided_alignment]:
+        place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
+        raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
+    named = {str(Path(each, at.relative_to(path))): at for _, each, path in given for at in _files_at(path)}
+    counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
+    if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
+        counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
+    return [[counted], *([counted | {"too_long": each}] for each in (None, "refuse", "split"))], named
 
 
 def _files_of(config: Config) -> Iterator[str]:

@@ -20,8 +20,8 @@ from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, set_aside
-from dist_transformer.pipeline.schema import read_pipeline
-from dist_transformer.pipeline.state import RECORD, states_of
+from dist_transformer.pipeline.schema import RECORD, read_pipeline
+from dist_transformer.pipeline.state import states_of
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 

@@ -21,8 +21,8 @@ from dist_transformer.pipeline import run
 from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, locked, set_aside, words_of
-from dist_transformer.pipeline.schema import KINDS, Pipeline
-from dist_transformer.pipeline.state import RECORD, State, complete, states_of
+from dist_transformer.pipeline.schema import KINDS, RECORD, Pipeline
+from dist_transformer.pipeline.state import State, complete, states_of
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 
