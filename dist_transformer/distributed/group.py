@@ -104,7 +104,6 @@ class Ranks:
     ranks_per_node: int
     device: torch.device
     control: dist.ProcessGroup
-    timeout: timedelta
     last: LastCollective = field(default_factory=LastCollective, compare=False)
 
     @property
@@ -316,7 +315,7 @@ def join(timeout_seconds: int) -> Ranks:
         refusal.exit_code = exit_code_of(cause)
         raise refusal from error
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
-    return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
+    return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control)
 
 
 def has_gpus() -> bool:

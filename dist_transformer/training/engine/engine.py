@@ -5,7 +5,7 @@ Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix 
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
-- timeouts do not reach its data-parallel group (`pass_timeout`);
+- it makes a second group of all ranks, with other timeouts, and guesses the GPU of a barrier (`share_group`);
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`prepare_cpu`);
 - every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
 
@@ -71,7 +71,7 @@ class Engine:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             deepspeed_patches.prepare_cpu(deepspeed)
-        deepspeed_patches.pass_timeout(TorchBackend, ranks.timeout)
+        deepspeed_patches.share_group(TorchBackend)
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         deepspeed_patches.name_collectives(TorchBackend, ranks.note_collective)
         self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay

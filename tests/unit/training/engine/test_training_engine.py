@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from plain_torch import NOTHING, TOLERANCE, micro_batches_of, ragged_batches, tokens_of, train_on_plain_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,6 +201,18 @@ def test_every_collective_of_deepspeed_is_named_once_before_it_begins(make_engin
     assert not kept - set(moved) or stage < 3
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_moves_all_in_the_one_group_and_first_a_tensor(make_engine, ranks, stage, monkeypatch):
+    """For a barrier that comes first torch guesses the GPU from the rank: two ranks of a node may get the same one."""
+    heard: list[str] = []
+    monkeypatch.setattr(type(ranks), "note_collective", lambda self, text: heard.append(text))
+    monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # kept from an engine before
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: pytest.fail("a second group of all ranks"))
+    make_engine(zero_stage=stage)
+    assert groups._WORLD_GROUP is torch.distributed.group.WORLD
+    assert heard[0].startswith("broadcast of ")
+
+
 def count_collectives(monkeypatch) -> list[str]:
     """The names of torch's collectives as they are called."""
     called: list[str] = []
@@ -221,6 +234,7 @@ def test_a_step_never_waits_for_the_whole_device(make_engine, batches, stage, mo
     """Each such wait leaves a GPU without work until the next kernels are sent."""
     engine = make_engine(zero_stage=stage)
     train(engine, [[batches[0]]])
+    gc.collect()  # an engine of a test before waits as it goes
     waits = []
     monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: waits.append(1))
     train(engine, [batches, batches])

@@ -82,7 +82,7 @@ def test_what_was_asked_for_once_is_not_counted_again(ranks: Ranks) -> None:
 
 
 def test_only_the_first_rank_of_a_node_samples(ranks: Ranks) -> None:
-    second = Ranks(0, 1, 1, 2, ranks.device, ranks.control, ranks.timeout)
+    second = Ranks(0, 1, 1, 2, ranks.device, ranks.control)
     with NodeSampler(second) as sampler:
         assert not sampler._thread.is_alive()
         assert sampler.means() == {}
