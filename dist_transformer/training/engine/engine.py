@@ -93,6 +93,7 @@ class Engine:
         parameters = gradient_exchange.in_order_of_backward(module.model)
         updates = optimizers.build_optimizer(optimizer, parameters, cut, not training.same_bits, matrices)
         deepspeed_patches.step_as_not_compiled(updates)
+        os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # of the shell, if mpirun started it; DeepSpeed compares it
         with deepspeed_patches.not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
                 model=module,

@@ -213,6 +213,11 @@ def test_deepspeed_moves_all_in_the_one_group_and_first_a_tensor(make_engine, ra
     assert heard[0].startswith("broadcast of ")
 
 
+def test_a_local_rank_that_a_shell_has_from_mpirun_is_not_asked(make_engine, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    make_engine()
+
+
 def count_collectives(monkeypatch) -> list[str]:
     """The names of torch's collectives as they are called."""
     called: list[str] = []
