@@ -260,7 +260,7 @@ def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: 
         for first in range(0, len(batches), at_once):
             loss, _ = engine(*inputs_of(batches[first : first + at_once], ranks.device))
             engine.backward(loss, tokens, is_last=first + at_once >= len(batches))
-        loss_sum = Fetched(loss.detach())  # as in the training loop: reading it does not wait for the update
+        loss_sum = Fetched(loss.detach(), ranks)  # as in the training loop: reading it does not wait for the update
         engine.step(1e-4)
         loss_sum.value()
     if ranks.device.type == "cuda":

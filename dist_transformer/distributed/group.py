@@ -266,18 +266,19 @@ class Pending:
 
 
 class Fetched:
-    """A number on its way from the device to the host; reading it does not wait for work queued later."""
+    """A number on its way from the device to the host; reading it waits for work queued before, of other ranks too."""
 
-    def __init__(self, number: torch.Tensor) -> None:
-        self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
+    def __init__(self, number: torch.Tensor, ranks: Ranks) -> None:
+        self._ranks, self._number = ranks, number.to("cpu", non_blocking=True)  # into page-locked memory
         self._arrival = torch.cuda.Event() if number.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrival is not None:
             self._arrival.record()
 
     def value(self) -> float:
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return float(self._number)
+        with self._ranks.collective("waiting for the device"):
+            if self._arrival is not None:
+                self._arrival.synchronize()
+            return float(self._number)
 
 
 def join(timeout_seconds: int) -> Ranks:

@@ -143,7 +143,7 @@ class Loop:
             losses = self._add_gradients(batch)
         watchdog.progress(f"{doing}, reading the next batch")
         self._batches.prefetch(self._status())  # while a GPU still computes
-        loss_sum = Fetched(losses[0])  # before the update, so that reading it does not wait for the update
+        loss_sum = Fetched(losses[0], self._ranks)  # before the update, so that reading it does not wait for the update
         watchdog.progress(f"{doing}, the update")
         is_applied = self._engine.step(self._run.learning_rate(state.step + 1))
         self._count(batch, is_applied, losses, loss_sum.value())

@@ -50,4 +50,5 @@ class Watchdog:
             f"{self._hang_seconds}) while {self._doing}; {self._ranks.last.text()}; where each thread stands:"
         )
         faulthandler.dump_traceback(2)  # all threads; the number of the file, as standard error may be closed
-        os._exit(EXIT_HANG if self._ranks.last.ended is not None else exit_code_of_victim(EXIT_HANG))
+        waits_for_others = self._ranks.last.ended is None and self._ranks.num_ranks > 1
+        os._exit(exit_code_of_victim(EXIT_HANG) if waits_for_others else EXIT_HANG)

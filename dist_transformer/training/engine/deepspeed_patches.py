@@ -7,6 +7,7 @@ to that with it (benchmarks/start.py).
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -15,6 +16,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from dist_transformer.distributed.group import Fetched, Ranks
 
 COLLECTIVES = (
     "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier",
@@ -44,14 +47,14 @@ def delay_scale_growth(optimizer: Any) -> None:
     optimizer.step = step_then_grow
 
 
-def guard_stage_0(engine: Any, clip_norm: float, norm_of: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+def guard_stage_0(engine: Any, clip_norm: float, norm_of: Callable[[list[Tensor]], Tensor], ranks: Ranks) -> None:
     """Adds the gradient norm, as `norm_of` takes it, clipping and the skip of non-finite gradients, which stage 0 lacks."""
     optimizer, step = engine.optimizer, engine.optimizer.step
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         norm = norm_of([p.grad for p in engine.module.parameters() if p.grad is not None])
         optimizer._global_grad_norm = norm
-        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer.overflow = not math.isfinite(Fetched(norm, ranks).value())
         if optimizer.overflow:
             return None
         if clip_norm:

@@ -109,7 +109,7 @@ class Engine:
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
         if self._stage == 0:
             norm = norm_of if training.same_bits else torch.nn.utils.get_total_norm
-            deepspeed_patches.guard_stage_0(self._engine, training.gradient_clip_norm, norm)
+            deepspeed_patches.guard_stage_0(self._engine, training.gradient_clip_norm, norm, ranks)
         if is_ours:
             self._exchange_gradients(training, ranks)
         elif training.precision == "fp16":

@@ -257,7 +257,7 @@ def exchange_in_shards(
         means = exchange.means()
         squares = sums_of_squares(means) if is_fixed_point else torch.nn.utils.get_total_norm(means).double().square()
         scaled_norm = ranks.total_on_device(squares).sum().sqrt()
-        fetched, scale = Fetched(scaled_norm), optimizer.loss_scale
+        fetched, scale = Fetched(scaled_norm, ranks), optimizer.loss_scale
         if clip_norm or scale != 1.0:
             clip = (clip_norm / (scaled_norm / scale + 1e-6)).clamp(max=1.0) if clip_norm else scaled_norm.new_ones(())
             torch._foreach_mul_(means, (clip / scale).float())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,9 +111,12 @@ def test_a_standard_error_that_takes_no_more_writes_keeps_no_rank_alive(ranks, m
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_HANG
 
 
-@pytest.mark.parametrize(("is_over", "code"), [(True, EXIT_HANG), (False, EXIT_HANG + 100)])
-def test_only_a_rank_that_is_in_no_collective_hangs_itself(ranks, monkeypatch, is_over, code):
+@pytest.mark.parametrize(
+    ("num_ranks", "is_over", "code"), [(2, True, EXIT_HANG), (2, False, EXIT_HANG + 100), (1, False, EXIT_HANG)]
+)
+def test_only_a_rank_that_waits_for_no_other_hangs_itself(ranks, monkeypatch, num_ranks, is_over, code):
     monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", "x")
+    ranks = replace(ranks, num_ranks=num_ranks)
     ranks.barrier()
     monkeypatch.setattr(ranks.last, "ended", ranks.last.ended if is_over else None)
     if (pid := os.fork()) == 0:

@@ -1,6 +1,7 @@
 """Steps through real DeepSpeed against plain torch, and the mends of what DeepSpeed gets wrong."""
 
 import gc
+import re
 import warnings
 from collections import Counter
 
@@ -274,6 +275,24 @@ def test_a_step_asks_a_device_for_numbers_only_in_the_update(make_engine, ranks,
     assert passes.of["nonzero_static"] == 3
     assert not any(passes.of[name] for name in asking)
     assert sum(update.of[name] for name in asking) <= 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_host_waits_for_the_norm_as_in_a_collective(make_engine, batches, ranks, stage, monkeypatch):
+    """On a GPU it waits there for a rank that hangs: those before were only queued."""
+    engine, asked = make_engine(zero_stage=stage), []
+    of_tensor = torch.Tensor.__bool__, torch.Tensor.__float__
+    for name, function in zip(("__bool__", "__float__"), of_tensor, strict=True):
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda number, function=function: asked.append(ranks.last.text()) or function(number)
+        )
+    loss, _ = engine(*batches[0])
+    engine.backward(loss, 10)
+    del asked[:]
+    engine.step(1e-2)
+    waits = [text for text in asked if re.match(r"in collective \d+ \(waiting for the device\)", text)]
+    assert len(waits) == 1
+    assert ranks.last.ended is not None
 
 
 def test_stage_0_on_one_rank_copies_no_gradient(make_engine, batches, monkeypatch):
