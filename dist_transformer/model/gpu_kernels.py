@@ -37,7 +37,7 @@ NORM_PROGRAMS = 1056
 
 @functools.cache
 def has_kernels() -> bool:
-    """True if Triton is installed and its kernels run here; else a warning says why not."""
+    """True if Triton is installed and its kernels run here; else a warning says why not. `begin_checks` asks all ranks."""
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         log.warning("kernels    torch's alone, which are slower: ours need compute capability %d.%d", *LEAST_CAPABILITY)
         return False

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.errors import MachineError, UserError
+from dist_transformer.model import gpu_kernels
 from dist_transformer.processes.stacks import host_name
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.metrics_log import read_records
@@ -176,11 +177,17 @@ class SilentErrors:
 
 
 def begin_checks(run: Run, engine: Engine) -> SilentErrors:
-    """Begins the checks of a start (collective). Raises UserError: on every rank: the machines are of different kinds,
-    and what is to be equal on all would not be."""
+    """Begins the checks of a start (collective). Kernels of ours that fail on one rank are used by none. Raises UserError:
+    on every rank: the machines are of different kinds, and what is to be equal on all would not be."""
     device, training = run.ranks.device, run.config.training
-    mine = (host_name(), machine_name(device), torch.get_num_threads())
-    nodes, kinds, threads = zip(*run.ranks.all_gather_object(mine), strict=True)
+    has_kernels = device.type == "cuda" and training.precision != "fp32" and gpu_kernels.has_kernels()
+    mine = (host_name(), machine_name(device), torch.get_num_threads(), has_kernels)
+    nodes, kinds, threads, kernels = zip(*run.ranks.all_gather_object(mine), strict=True)
+    if 0 < sum(kernels) < len(kernels):  # all wait for the slowest rank, and padded batches have other masks of dropout
+        gpu_kernels.has_kernels = lambda: False  # type: ignore[assignment]
+        without = ", ".join(sorted({node for node, has in zip(nodes, kernels, strict=True) if not has}))
+        if run.ranks.is_rank_zero:
+            log.warning("kernels    torch's on all ranks: ours fail on %s, whose standard error says why", without)
     unlike = ", ".join(sorted({*kinds})) if len({*kinds}) > 1 else ""
     engine.gradient_sums.is_exact = device.type == "cpu" and not unlike and len({*threads}) == 1
     if training.audit_share:

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dist_transformer.config.schema import ModelConfig
+from dist_transformer.config.schema import ModelConfig, TrainingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.files import read_json
+from dist_transformer.model import gpu_kernels
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training import silent_errors
 from dist_transformer.training.silent_errors import BOUND, SilentErrors, alike, begin_checks, minority
@@ -78,14 +79,42 @@ def test_the_first_fault_of_a_node_excludes_nothing_and_ranks_of_one_node_are_ce
 )
 def test_gpus_of_different_kinds_which_draw_other_masks_are_not_audited(monkeypatch, kinds, dropout, is_refused):
     """F.dropout on CUDA deals elements to as many threads as the GPU has: the same seed gives other masks."""
-    nodes = [("n1", kinds.split()[0], 1), ("n2", kinds.split()[1], 1)]
+    nodes = [("n1", kinds.split()[0], 1, True), ("n2", kinds.split()[1], 1, True)]
     ranks = SimpleNamespace(device=torch.device("cuda"), all_gather_object=lambda _: nodes)
     config = ModelConfig(preset="tiny", dropout=dropout)
     config = SimpleNamespace(
-        training=SimpleNamespace(audit_share=0.1, zero_stage=1), model=config, run=SimpleNamespace(seed=7)
+        training=TrainingConfig(audit_share=0.1, zero_stage=1), model=config, run=SimpleNamespace(seed=7)
     )
     engine = SimpleNamespace(gradient_sums=SimpleNamespace(is_exact=True))
     monkeypatch.setattr(silent_errors, "machine_name", lambda _: "H100")
+    monkeypatch.setattr(gpu_kernels, "has_kernels", lambda: True)
     with pytest.raises(UserError, match=r"audit_share.*A100, H100") if is_refused else nullcontext():
         begin_checks(SimpleNamespace(ranks=ranks, config=config, run_dir=None), engine)
     assert not engine.gradient_sums.is_exact
+
+
+@pytest.mark.parametrize(
+    ("precision", "of_second", "named", "is_used"),
+    [("bf16", [False], "on n2, whose", False), ("bf16", [True], "", True), ("fp32", [], "", True)],
+)
+def test_where_kernels_of_ours_fail_on_one_node_no_rank_uses_them(
+    monkeypatch, caplog, precision, of_second, named, is_used
+):
+    """With its padding a batch has other dropout masks: an audit would find the node to compute wrongly."""
+    monkeypatch.setattr(silent_errors, "machine_name", lambda _: "H100")
+    monkeypatch.setattr(gpu_kernels, "has_kernels", lambda: True)
+    asked = []
+
+    def gathered(mine):
+        asked.append(mine[-1])
+        return [("n1", "H100", 1, mine[-1]), *[("n2", "H100", 1, has) for has in of_second]]
+
+    ranks = SimpleNamespace(device=torch.device("cuda"), is_rank_zero=True, all_gather_object=gathered)
+    config = SimpleNamespace(
+        training=TrainingConfig(precision=precision), model=ModelConfig(preset="tiny"), run=SimpleNamespace(seed=7)
+    )
+    engine = SimpleNamespace(gradient_sums=SimpleNamespace())
+    begin_checks(SimpleNamespace(ranks=ranks, config=config, run_dir=None), engine)
+    assert gpu_kernels.has_kernels() == is_used
+    assert asked == [precision == "bf16"]  # in fp32 nothing is compiled
+    assert [named in record.getMessage() for record in caplog.records] == [True] * bool(named)
