@@ -323,12 +323,8 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _print_scores(scores: dict[str, Any]) -> None:
-    names = {
-        "bleu": "BLEU",
-        "chrf": "chrF",
-        "bleu_tokenised": "tokenised BLEU",
-        "bleu_compound_split": "compound-split BLEU",
-    }
+    names = {"bleu": "BLEU", "chrf": "chrF", "bleu_tokenised": "tokenised BLEU",
+             "bleu_compound_split": "compound-split BLEU"}  # fmt: skip
     for key in (key for key in names if key in scores):
         print(f"{names[key]}  {scores[key]:.2f}  {scores[f'{key}_signature']}")
     print(f"exact {100 * float(scores['exact_match']):.2f} %")

@@ -9,7 +9,6 @@ product: the rows of `query_key_value.weight` are the query's, the key's and the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ class Joined:
     starts_R: Tensor
     masks: Sequence[Tensor]
 
-    @cached_property
+    @property
     def longest(self) -> int:
         """The greatest length."""
         return max(length for _, length in self.shapes)
@@ -108,7 +107,8 @@ class KeyValueCache:
         _, self.num_heads, _, key_size = like.key_BHSK.shape
         self.widths = [self.num_heads * key_size, self.num_heads * like.value_BHSV.shape[3]]
         self.num_positions = 0
-        self._places = self._room(like.key_BHSK.new_empty(num_rows, self.FIRST_PLACES, sum(self.widths)))
+        places_BLP = like.key_BHSK.new_empty(num_rows, self.FIRST_PLACES, sum(self.widths))
+        self._places = Places(places_BLP, self.widths, self.num_heads)
 
     @property
     def keys_values(self) -> KeyValue:
@@ -121,7 +121,7 @@ class KeyValueCache:
         places_BLP = self._places.places_BLP
         if self.num_positions == places_BLP.shape[1]:
             places_BLP = torch.cat([places_BLP, torch.empty_like(places_BLP)], 1)
-            self._places = self._room(places_BLP)
+            self._places = Places(places_BLP, self.widths, self.num_heads)
         places_BLP.select(1, self.num_positions).copy_(newer_BP)
         self.num_positions += 1
 
@@ -130,14 +130,11 @@ class KeyValueCache:
         size, and returns the previous places, which are the next layer's `spare`: this avoids allocations."""
         left, left_BLP = self._places, self._places.places_BLP
         if spare is None or spare.places_BLP.shape != left_BLP.shape or len(rows) != len(left_BLP):
-            spare = self._room(left_BLP.new_empty(len(rows), *left_BLP.shape[1:]))
+            spare = Places(left_BLP.new_empty(len(rows), *left_BLP.shape[1:]), self.widths, self.num_heads)
         filled = self.num_positions
         torch.index_select(left_BLP.narrow(1, 0, filled), 0, rows, out=spare.places_BLP.narrow(1, 0, filled))
         self._places = spare
         return left
-
-    def _room(self, places_BLP: Tensor) -> Places:
-        return Places(places_BLP, self.widths, self.num_heads)
 
 
 class SelfAttention(nn.Module):

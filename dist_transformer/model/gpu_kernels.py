@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST = 128
-"""Most tokens of a row that one program holds."""
+"""Tokens of a row that one program can hold; 64 where it has less shared memory, as on GPUs for desktops."""
 LARGEST_PROGRAM_BYTES = 163_840
 """Shared memory of the backward pass for LONGEST tokens and heads of 128."""
 LEAST_ELEMENTS = 2**25
@@ -33,6 +33,7 @@ LEAST_CAPABILITY = (8, 0)
 Blocks = tuple[int, int]
 NORM_PROGRAMS = 1056
 """Programs of the backward pass of a norm, each of which sums gradients of the weight."""
+_properties_of = functools.cache(torch.cuda.get_device_properties)  # asked for at each attention
 
 
 @functools.cache
@@ -112,15 +113,9 @@ def can_attend(like: Tensor, longest: int, widths: Sequence[int], num_heads: int
     device of `like`: on CUDA in 16 bits."""
     if not like.is_cuda or like.itemsize != 2 or not has_kernels():
         return False
-    size = widths[0] // num_heads
-    return longest <= _longest_row(like.device) and widths[0] == widths[-1] and size in (16, 32, 64, 128)
-
-
-@functools.cache  # asked at each attention
-def _longest_row(device: torch.device) -> int:
-    """Returns how many tokens of a row one program can hold: fewer with less shared memory, as on GPUs for desktops."""
-    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return LONGEST if shared >= LARGEST_PROGRAM_BYTES else 64
+    properties, size = _properties_of(like.device), widths[0] // num_heads
+    is_roomy = getattr(properties, "shared_memory_per_block_optin", 0) >= LARGEST_PROGRAM_BYTES
+    return longest <= (LONGEST if is_roomy else 64) and widths[0] == widths[-1] and size in (16, 32, 64, 128)
 
 
 def attend_rows(

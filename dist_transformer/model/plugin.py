@@ -5,6 +5,7 @@ network of which only `forward` is known has no cache: right for any network, an
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.distributed.group import explain
 from dist_transformer.errors import DistTransformerError, UserError
-from dist_transformer.model.transformer import Shapes, Transformer
+from dist_transformer.model.transformer import JoinedShape, Transformer
 from dist_transformer.plugins import Plugin, call, error_of
 
 _OF_DEVICE = re.compile("out of memory|alloc|CUDA error|NCCL|CUBLAS_|CUDNN_")
@@ -50,7 +51,7 @@ class PluginTransformer(Transformer):
         """Rounds all weights: which of them are layers is not known."""
         self.network.to(dtype)
 
-    def is_padded(self, shapes: Shapes, source: Tensor) -> bool:
+    def is_padded(self, shapes: Sequence[JoinedShape], source: Tensor) -> bool:
         return True
 
     def in_order_of_use(self) -> list[nn.Module]:
@@ -78,7 +79,7 @@ class PluginTransformer(Transformer):
         target_out_BT: Tensor,
         label_smoothing: float,
         num_targets: int | None = None,
-        shapes: Shapes | None = None,
+        shapes: Sequence[JoinedShape] | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
         logits_NV, target_N = self(source_BS, target_in_BT).flatten(0, 1).float(), target_out_BT.flatten()

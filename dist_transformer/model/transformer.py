@@ -35,17 +35,13 @@ from dist_transformer.model.loss import label_smoothed_cross_entropy
 
 
 class JoinedShape(NamedTuple):
-    """Sizes of a batch that is computed without padding. `source_tokens` and `target_tokens` are real, at least one in each
-    row; the lengths are those with padding."""
+    """A batch that is computed without padding: its lengths with padding, and its real tokens, at least one in each row."""
 
     rows: int
     source_length: int
     target_length: int
     source_tokens: int
     target_tokens: int
-
-
-Shapes = Sequence[JoinedShape]
 
 
 @dataclass
@@ -137,7 +133,7 @@ class Transformer(nn.Module):
             part.to(dtype)
         self._layers_dtype = dtype
 
-    def is_padded(self, shapes: Shapes, source: Tensor) -> bool:
+    def is_padded(self, shapes: Sequence[JoinedShape], source: Tensor) -> bool:
         """True if a batch is computed with its padding: alone, and on GPUs a small one or one that the kernels of our own do
         not compute. To be asked in the autocast context of the pass."""
         rows, source_length, target_length, *_ = shapes[0]
@@ -181,7 +177,7 @@ class Transformer(nn.Module):
         target_out_BT: Tensor,
         label_smoothing: float,
         num_targets: int | None = None,
-        shapes: Shapes | None = None,
+        shapes: Sequence[JoinedShape] | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
         """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32.
@@ -258,7 +254,9 @@ class Transformer(nn.Module):
             hidden_BSD = self._layer(layer, hidden_BSD, mask_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
-    def _decode_joined(self, source: Tensor, given: Tensor, wanted: Tensor, shapes: Shapes) -> tuple[Tensor, Tensor]:
+    def _decode_joined(
+        self, source: Tensor, given: Tensor, wanted: Tensor, shapes: Sequence[JoinedShape]
+    ) -> tuple[Tensor, Tensor]:
         """Returns the decoder's last hidden states (N, D) and the token after each (N,)."""
         source_shapes = [(shape.rows, shape.source_length) for shape in shapes]
         target_shapes = [(shape.rows, shape.target_length) for shape in shapes]

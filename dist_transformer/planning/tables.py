@@ -17,10 +17,8 @@ from dist_transformer.planning.scale import ScaleRow, Site
 from dist_transformer.planning.step_time import FILLED_SHARE, MEAN_TOKENS
 from dist_transformer.planning.vocabularies import count_parameters
 
-TIMES = (
-    *("nodes", "ranks", "max_tokens", "GB a GPU", "fits", "target tokens/s", "step s", "communication"),
-    *("efficiency", "hours", "node-h"),
-)
+TIMES = ("nodes", "ranks", "max_tokens", "GB a GPU", "fits", "target tokens/s", "step s", "communication", "efficiency",
+         "hours", "node-h")  # fmt: skip
 MEMORY = ("nodes", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "of the CPU", "fullest in")
 STEPS = ("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication", "stragglers", "efficiency")
 FAILURES = ("nodes", "fails every", "best", "every_steps", "about as good", "kept", "as it is", "useful", "days")
@@ -203,20 +201,19 @@ def print_simulation(planned: Planned, site: Site, rows: Sequence[ScaleRow]) -> 
 
 def _step_cells(row: ScaleRow) -> list[str]:
     return [
-        *(str(row.nodes), str(row.num_ranks), str(row.lanes), f"{row.time.tokens_per_second:,.0f}"),
-        *(f"{row.time.seconds:.3f}", f"{row.time.communication_share:.0%}", f"{row.stragglers:.3f}"),
-        f"{row.efficiency:.1%}",
-    ]
+        str(row.nodes), str(row.num_ranks), str(row.lanes), f"{row.time.tokens_per_second:,.0f}",
+        f"{row.time.seconds:.3f}", f"{row.time.communication_share:.0%}", f"{row.stragglers:.3f}", f"{row.efficiency:.1%}",
+    ]  # fmt: skip
 
 
 def _failure_cells(row: ScaleRow) -> list[str]:
     best_seconds, wall_seconds = row.interval.best_steps * row.time.seconds, _finite(row.wall_seconds)
     return [
-        *(str(row.nodes), duration(row.conditions.between_failures_seconds), duration(best_seconds)),
-        *(f"{row.interval.best_steps:,}", f"{row.interval.least_steps:,} to {row.interval.most_steps:,}"),
-        *(f"{share:.1%}" for share in (row.kept_share, row.set_share, row.useful_share)),
+        str(row.nodes), duration(row.conditions.between_failures_seconds), duration(best_seconds),
+        f"{row.interval.best_steps:,}", f"{row.interval.least_steps:,} to {row.interval.most_steps:,}",
+        f"{row.kept_share:.1%}", f"{row.set_share:.1%}", f"{row.useful_share:.1%}",
         NOTHING if wall_seconds is None else f"{wall_seconds / 86400:,.2f}",
-    ]
+    ]  # fmt: skip
 
 
 def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:

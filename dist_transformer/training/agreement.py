@@ -38,17 +38,14 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, monitor: LossMonitor, saver: CheckpointSaver) -> None:
         self._ranks, self._monitor, self._saver = ranks, monitor, saver
-        self._pending_loss: StepLoss | None = None
+        self.pending_loss: StepLoss | None = None
+        """The loss of the last batch, for the next `status`."""
         self._loss_in_flight: StepLoss | None = None
         self._save_asked_about: int | None = None
 
-    def loss_computed(self, loss: StepLoss) -> None:
-        """Keeps the loss of the last batch for the next `status`."""
-        self._pending_loss = loss
-
     def status(self, wants_stop: bool) -> RankStatus:
         """The values that this rank sends, once for each batch."""
-        self._loss_in_flight, self._pending_loss = self._pending_loss, None
+        self._loss_in_flight, self.pending_loss = self.pending_loss, None
         self._save_asked_about = self._saver.step_in_flight
         loss_sum = self._loss_in_flight.loss_sum if self._loss_in_flight is not None else 0.0
         return RankStatus(wants_stop, self._saver.is_writing(), loss_sum)
@@ -65,7 +62,7 @@ class Agreement:
 
     def state(self) -> list[UncheckedLoss]:
         """Losses that the monitor has not seen, for a checkpoint: a resumed run checks them first (collective)."""
-        waiting = [loss for loss in (self._loss_in_flight, self._pending_loss) if loss is not None]
+        waiting = [loss for loss in (self._loss_in_flight, self.pending_loss) if loss is not None]
         sums = self._ranks.all_reduce_sum(torch.tensor([fixed_point(w.loss_sum) for w in waiting], dtype=torch.int64))
         losses = [from_fixed_point(*pair) for pair in sums.reshape(-1, 2).tolist()]
         return [

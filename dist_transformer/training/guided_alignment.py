@@ -8,7 +8,7 @@ reads words (`word_alignment` of decoding/translation_lines.py).
 Axes: B batch, S source, T target, H heads; K as in data/token_aligner.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -20,7 +20,7 @@ from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.token_aligner import NULL_SHARE, TENSION, Lexicon, Pair, train_aligner
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.model.attention import CrossAttention, batches_of
-from dist_transformer.model.transformer import Shapes, Transformer
+from dist_transformer.model.transformer import JoinedShape, Transformer
 from dist_transformer.training.run import Run
 
 SMALLEST_WEIGHT = 1e-6
@@ -42,7 +42,7 @@ class GuidedAlignment:
         self._seen: tuple[Tensor, Tensor, Any] | None = None
         attention.register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def loss(self, source_BS: Tensor, target_BT: Tensor, shapes: Shapes | None) -> Tensor:
+    def loss(self, source_BS: Tensor, target_BT: Tensor, shapes: Sequence[JoinedShape] | None) -> Tensor:
         """Returns the weighted sum over the real target tokens, for the batches of the forward pass just made; fp32."""
         assert self._seen is not None
         input_BTD, memory_BSD, joined = self._seen

@@ -176,7 +176,7 @@ class Loop:
         state, step = self.state, self.state.step + 1
         is_fading = batch.fading_lanes > 0 and len(self._run.data.planner.stages) > 1
         is_of_other_text = is_fading or batch.partition.shares != self._partition.shares
-        self._agreement.loss_computed(StepLoss(step, batch.target_tokens, loss, is_of_other_text))
+        self._agreement.pending_loss = StepLoss(step, batch.target_tokens, loss, is_of_other_text)
         state.batches += 1
         state.total_target_tokens += batch.target_tokens
         if is_applied:

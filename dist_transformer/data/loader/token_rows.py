@@ -55,12 +55,7 @@ class TokenCorpus:
         table = self.tables.read(self.places[row_group], ["row_id", "source", "target"])
         check_column(table, "row_id", pa.types.is_integer, "integers")
         for side in ("source", "target"):
-            check_column(
-                table,
-                side,
-                lambda kind: pa.types.is_list(kind) and pa.types.is_integer(kind.value_type),
-                "lists of token ids",
-            )
+            check_column(table, side, _are_lists_of_integers, "lists of token ids")
             if any(chunk.values.null_count for chunk in table.column(side).chunks):
                 raise UnreadableRowGroup(f"column {side!r} holds lists with nulls in them; expected token ids")
         return table
@@ -76,6 +71,10 @@ def check_column(table: pa.Table, name: str, is_wanted: Callable[[pa.DataType], 
     if not is_wanted(column.type) or column.null_count:
         found = f"{column.type}, {column.null_count} of them null" if column.null_count else column.type
         raise UnreadableRowGroup(f"column {name!r} holds {found}; expected {wanted}")
+
+
+def _are_lists_of_integers(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
 def row_numbers(table: pa.Table) -> Ints:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dist_transformer.data.loader.batching import Bucket, Ints, buckets_of
 from dist_transformer.data.loader.position import Quarantined
-from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.rows import RowReader, RowsRead
 from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
 from dist_transformer.data.special_tokens import SpecialTokens
@@ -79,20 +79,19 @@ class WindowBuilder:
         random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
         buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
         shuffled = [buckets[i] for i in random.permutation(len(buckets))]
-        return self._window(request, read.rows, shuffled, read.quarantined)
+        return self._window(request, read, shuffled)
 
     def build_rows(self, rows: TokenRows) -> Window:
         """Builds a window of these rows without randomness."""
         buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
-        return self._window(WindowRequest(WindowKey(0, 0, 0, 0), ()), rows, buckets, ())
+        return self._window(WindowRequest(WindowKey(0, 0, 0, 0), ()), RowsRead(rows, ()), buckets)
 
     def _buckets(self, rows: TokenRows, order: Ints) -> list[Bucket]:
         return buckets_of(rows.source.lengths, rows.target.lengths, order, self._max_tokens)
 
-    def _window(
-        self, request: WindowRequest, rows: TokenRows, buckets: Sequence[Bucket], quarantined: tuple[Quarantined, ...]
-    ) -> Window:
+    def _window(self, request: WindowRequest, read: RowsRead, buckets: Sequence[Bucket]) -> Window:
         """Lays out all buckets in one flat array."""
+        rows, quarantined = read
         size = sum(bucket.rows * (bucket.source_length + bucket.target_length) for bucket in buckets)
         tokens = np.full(size, self._special.pad, np.int32)
         shapes, place = [], 0

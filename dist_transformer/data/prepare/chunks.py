@@ -18,19 +18,10 @@ import pyarrow as pa
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, TextColumns
-from dist_transformer.data.prepare import scan
+from dist_transformer.data.prepare import scan, shards
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import Comparison, batch_keys, load_repeated, save_keys
 from dist_transformer.data.prepare.report import ReportedCorpus, warn_of_changed_text, warn_of_cut_text
-from dist_transformer.data.prepare.shards import (
-    CountedRows,
-    count_tokens,
-    gather_ranges,
-    text_rows,
-    tokenized_rows,
-    write_shard,
-    write_spill,
-)
 from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
@@ -187,7 +178,7 @@ class Units:
                 claims.finish(last, self._write_chunk(name, last, rows, is_keys))
             self._make(end_unit(unit), lambda: claims.num_chunks)
 
-    def _kept(self, name: str, batch: RawBatch, chunk: int) -> CountedRows:
+    def _kept(self, name: str, batch: RawBatch, chunk: int) -> shards.CountedRows:
         cleaner = self._cleaners[name]
         rules = [*cleaner.repetition_rules()]
         if batch.first_row == 0:
@@ -197,8 +188,8 @@ class Units:
                 warn_of_changed_text(name, batch.target)
         text = cleaner.clean(batch, load_repeated(self._hash_file(name, chunk), rules) if rules else None)
         if self._is_text(name):
-            return text_rows(batch, text)
-        return tokenized_rows(batch, text, self._tokenizer, cleaner.settings, self._threads)
+            return shards.text_rows(batch, text)
+        return shards.tokenized_rows(batch, text, self._tokenizer, cleaner.settings, self._threads)
 
     def _is_text(self, name: str) -> bool:
         """True if the shards built from a corpus contain text."""
@@ -212,7 +203,9 @@ class Units:
         counts, shard = Chunk.together([counts for _, counts in rows]), None
         rows.clear()  # the tables are replaced while a spill file is written
         if counts.rows and name in self._training:
-            write_spill(tables, self._spill(name, chunk), self._config.run.seed, self._training.index(name), chunk)
+            shards.write_spill(
+                tables, self._spill(name, chunk), self._config.run.seed, self._training.index(name), chunk
+            )
         elif counts.rows:
             shard = asdict(self._write_shard(name, chunk, pa.concat_tables(tables)))
         return {"counts": asdict(counts), "shard": shard}
@@ -238,7 +231,7 @@ class Units:
         spills = [self._spill(name, chunk) for chunk, counts in enumerate(made.chunks) if counts.rows]
         with ExitStack() as claims:
             ours = [index for index in run if claims.enter_context(self.work.claimed(units[index]))]
-            for index, table in zip(ours, gather_ranges(spills, ours, len(units)) if ours else (), strict=True):
+            for index, table in zip(ours, shards.gather_ranges(spills, ours, len(units)) if ours else (), strict=True):
                 shard = asdict(self._write_shard(name, index, table)) if table.num_rows else None
                 self.work.finish(units[index], shard)
                 self._progress(f"shuffle {name}", made.total.rows * (index + 1) // len(units), made.total.rows)
@@ -246,8 +239,8 @@ class Units:
 
     def _write_shard(self, name: str, number: int, table: pa.Table) -> Shard:
         file = f"{SHARD_FOLDER}/{name}-{number:05d}.parquet"
-        count = (lambda rows: self._estimated(name, rows.num_rows)) if self._is_text(name) else count_tokens
-        return write_shard(table, self._folder, file, self._config.data.row_group_rows, count)
+        count = (lambda rows: self._estimated(name, rows.num_rows)) if self._is_text(name) else shards.count_tokens
+        return shards.write_shard(table, self._folder, file, self._config.data.row_group_rows, count)
 
     def _estimated(self, name: str, rows: int) -> tuple[int, int]:
         sample = self._state.samples[name]

@@ -221,10 +221,8 @@ def read_held_out(config: Config) -> HeldOut | None:
                 f"data.{name}: its sentences cannot be kept out of the training corpora: {error} Mend it, or set "
                 "data.filters.rules.held_out: false."
             ) from error
-    if not keys:
-        return None
-    of_both = np.unique(np.concatenate(keys))
-    return HeldOut(source=of_both, target=of_both)
+    of_both = np.unique(np.concatenate(keys)) if keys else None
+    return None if of_both is None else HeldOut(source=of_both, target=of_both)
 
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:

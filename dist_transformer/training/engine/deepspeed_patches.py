@@ -1,4 +1,4 @@
-"""Patches for errors of DeepSpeed's optimizers in a step, applied to the objects that it makes (engine.py lists them).
+"""Patches for errors of DeepSpeed's optimizers in a step, applied to the objects that it makes (docs/architecture.md lists them).
 
 Others avoid imports of DeepSpeed and torch for features that training never uses: mlflow for the autotuner, torch's
 compiler for Muon and for optimizers. The figure beside each is the time to the first step of two ranks without it, relative
@@ -27,7 +27,8 @@ COLLECTIVES = (
 
 
 def delay_scale_growth(optimizer: Any) -> None:
-    """Delays growth of the loss scale until after the update, which still unscales by the old one."""
+    """Delays growth of the loss scale until after the update, which still unscales by the old one
+    (https://github.com/deepspeedai/DeepSpeed/pull/8588)."""
     update_scale, step = optimizer._update_scale, optimizer.step
     waiting: list[bool] = []
 

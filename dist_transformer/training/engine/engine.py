@@ -1,13 +1,6 @@
 """The only adapter of DeepSpeed: wraps the model in ZeRO, computes its steps, reads and sets its complete state.
 
-Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix with a test:
-- stage 3 and offload with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
-  https://github.com/deepspeedai/DeepSpeed/pull/8588);
-- stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
-- at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
-- it makes a second group of all ranks, with other timeouts, and guesses the GPU of a barrier (`share_group`);
-- on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`prepare_cpu`);
-- every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
+Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py; docs/architecture.md lists them, with their tests.
 
 State is read and set by parameter name, in fp32, by each rank for its own part (sharded_state.py): the same names and
 values for every ZeRO stage, precision and number of ranks.
@@ -17,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +20,7 @@ from torch import Tensor
 from dist_transformer.config.model_size import has_bf16_layers, num_buckets, sends_during_backward
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.model.transformer import Shapes
+from dist_transformer.model.transformer import JoinedShape
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.engine import deepspeed_patches, gradient_exchange, sharded_state
 from dist_transformer.training.engine import optimizer as optimizers
@@ -140,7 +133,7 @@ class Engine:
                 self._engine, self._exchange, self._gather, ranks, training.gradient_clip_norm
             )
 
-    def __call__(self, *inputs: Tensor | Shapes | int | None) -> Any:
+    def __call__(self, *inputs: Tensor | Sequence[JoinedShape] | int | None) -> Any:
         """Computes the objective's forward pass."""
         return self._engine(*inputs)
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dist_transformer.model.transformer import JoinedShape, Shapes, Transformer
+from dist_transformer.model.transformer import JoinedShape, Transformer
 
 if TYPE_CHECKING:  # at run time it would import pyarrow, whose threads forbid to fork ranks (forked_ranks.py)
     from dist_transformer.data.loader.loader import MicroBatch
 
-SecondLoss = Callable[[Tensor, Tensor, Shapes | None], Tensor]
+SecondLoss = Callable[[Tensor, Tensor, Sequence[JoinedShape] | None], Tensor]
 """Takes source and target tokens after a forward pass; returns what is added to its loss, a sum over target tokens."""
 
 
@@ -40,7 +40,7 @@ class Objective(nn.Module):
         target_in_BT: Tensor,
         target_out_BT: Tensor,
         num_targets: int | None = None,
-        shapes: Shapes | None = None,
+        shapes: Sequence[JoinedShape] | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
         """Returns (label-smoothed loss, negative log-likelihood), each summed over the real target tokens.
@@ -66,7 +66,9 @@ class Objective(nn.Module):
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocast)
 
 
-def inputs_of(batches: "Sequence[MicroBatch]", device: torch.device) -> tuple[Tensor | Shapes | int | None, ...]:
+def inputs_of(
+    batches: "Sequence[MicroBatch]", device: torch.device
+) -> tuple[Tensor | Sequence[JoinedShape] | int | None, ...]:
     """Returns the arguments of an `Objective` for micro-batches that are computed as one: the sides on the device, with one
     copy for all of them, from page-locked memory, so that it is asynchronous; the number of target tokens; shapes if they are
     to be computed without padding: several, or on GPUs."""
