@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_ranks: int) -> None:
-    """Logs the estimates before the first step; `training`: as this start computes, see `Run`."""
+    """Logs the estimates before the first step, of tokens that may be rounded to none; `training`: as this start computes."""
     model, splits = config.model, [manifest.splits[name] for name in manifest.training]
-    source, target = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
+    source, target = (max(1, sum(getattr(s, f"{side}_tokens") for s in splits)) for side in ("source", "target"))
     per_step = min(config.data.lanes * config.data.token_budget() * FILLED_SHARE, source + target)
     parameters = count_by_part(model, manifest.source_vocabulary, manifest.target_vocabulary)
     log.info(
