@@ -12,7 +12,7 @@ from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN, Tokeni
 from dist_transformer.decoding.long_lines import cut_line, join_parts
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
-from dist_transformer.errors import UserError
+from dist_transformer.errors import DataError, UserError
 from dist_transformer.model.search_interface import Searcher, SearchInput, check_prefix
 
 CHUNK_LINES = 2048
@@ -60,7 +60,7 @@ def translate_lines(
     """
     remaining = _with_prefixes(lines, prefixes)
     while chunk := list(islice(remaining, CHUNK_LINES)):
-        parts = _parts(tokenizer, chunk, num_before, searcher.max_positions, config)
+        parts = cut_lines(tokenizer, chunk, num_before, searcher.max_positions, config)
         found: dict[int, list[Translation]] = {}
         for members in token_batches([len(part.source) for part in parts], config):
             found.update(zip(members, _search(searcher, tokenizer, [parts[member] for member in members]), strict=True))
@@ -89,7 +89,7 @@ def translate_together(
     batches: list[list[_Part]] = []
     for first in range(0, len(lines), CHUNK_LINES):
         chunk = [(line, "") for line in lines[first : first + CHUNK_LINES]]
-        parts = _parts(tokenizer, chunk, first, searcher.max_positions, config)
+        parts = cut_lines(tokenizer, chunk, first, searcher.max_positions, config)
         in_batches = token_batches([len(part.source) for part in parts], config)
         batches += [[parts[member] for member in members] for members in in_batches]
     found: dict[tuple[int, int], str] = {}
@@ -162,14 +162,14 @@ def _with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Iter
         yield line, prefix
 
 
-def _parts(
+def cut_lines(
     tokenizer: Tokenizer,
     chunk: Sequence[tuple[str, str]],
     num_before: int,
     max_positions: int | None,
     config: DecodingConfig,
 ) -> list[_Part]:
-    """Parts of the lines in order, without those of lines that have no token."""
+    """Parts of the lines in order, without those of lines that have no token. DataError: one cannot be cut short enough."""
     texts, prefixes = [line.strip() for line, _ in chunk], [prefix for _, prefix in chunk]
     for line, pair in enumerate(chunk, start=num_before + 1):
         try:
@@ -212,7 +212,7 @@ def _cut(
     try:
         cut = cut_line(text, num_tokens_of, most)
     except UserError as error:
-        raise UserError(f"line {line + 1}: {error}") from None
+        raise DataError(f"line {line + 1}: {error}") from None
     return [ids for ids in tokenizer.encode_source(cut) if len(ids) > 1]
 
 

@@ -19,7 +19,7 @@ def test_a_run_whose_validation_text_is_gone_says_so_and_goes_on_without_transla
     said = command("train", run, "training.max_steps=6", "--ranks", 2, code=2)
     assert "data.validation: " in said
     assert f"{tmp_path}/valid.de: no such file" in said
-    assert "put it back, or continue without translations: validation.translate=false" in said
+    assert "put it right, or continue without translations: validation.translate=false" in said
     assert "Traceback" not in said
     command("train", run, "training.max_steps=6", "validation.translate=false")
     assert [("bleu" in record, record["step"]) for record in records(run, "validation")] == [
@@ -44,3 +44,17 @@ def test_a_line_that_the_positions_cannot_take_is_named_before_the_first_step(co
         said = command("train", "small.yaml", *given, corpora, f"validation.translate={translate}", code=2)
         assert "data.more_validation.news, line 3: " in said
         assert "only 96 positions (model.max_positions)" in said
+
+
+@pytest.mark.parametrize("name", ["data.validation", "data.more_validation.news"])
+def test_a_line_that_cannot_be_cut_short_enough_to_be_translated_is_named_before_the_first_step(command, name):
+    """A character has at least three tokens: the beginning of a word, itself and the end of the sentence; tags come on top."""
+    news = "data.more_validation={news: {source: valid.en, target: valid.de, tags: [<2de>, <x>]}}"
+    most, corpora = (2, []) if name == "data.validation" else (5, [news, "data.validation=null"])
+    given = (f"run.name=uncut-{most}", f"decoding.max_source_tokens={most}", *corpora, *TRANSLATED)
+    said = command("train", "small.yaml", *given, "--ranks", 2, code=2)
+    assert said.count(f"{name}: line 1: ") == 1
+    assert f"tokens, and cannot be cut into parts of at most {most}: raise --max-source-tokens" in said
+    assert "or continue without" in said
+    assert "loss" not in said
+    command("train", "small.yaml", *given, "validation.translate=false")

@@ -19,7 +19,7 @@ from dist_transformer.data.prepare.scan import at_commits, load_tokenizer
 from dist_transformer.data.sources.cached_text import Pairs, kept_pairs, texts_to_keep
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.search import TorchSearcher
-from dist_transformer.decoding.translate import first_batch, translate_together
+from dist_transformer.decoding.translate import cut_lines, first_batch, translate_together
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped, WantsStop, WorkFailed, failures_named, in_rounds
 from dist_transformer.errors import DataError, UserError
@@ -52,7 +52,7 @@ def open_validator(run: Run, engine: Engine) -> Validator:
     run.watchdog.progress("reading the validation corpus")
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
     kept = texts_to_keep(at_commits(config, data.manifest.commits))
-    texts = {key: _read(run, key, *text) for key, text in kept.items()}
+    texts = {key: _read(run, tokenizer, key, *text) for key, text in kept.items()}
     sets = []
     if config.data.validation is not None and (batches := _cut(run, data.validation(), "data.validation")):
         # Measured on the prepared corpus, translated from the text.
@@ -144,15 +144,19 @@ def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, 
             )
 
 
-def _read(run: Run, key: str, corpus: CorpusConfig, most: int | None) -> Pairs:
-    """Reads the text on rank 0, for all ranks (collective)."""
+def _read(run: Run, tokenizer: Tokenizer, key: str, corpus: CorpusConfig, most: int | None) -> Pairs:
+    """Reads the text on rank 0, for all ranks (collective). DataError: also if a line cannot be cut as the search needs it."""
 
     def read() -> Pairs:
         try:
-            return kept_pairs(corpus, run.config.data, most, run.data.folder)
+            source, target = kept_pairs(corpus, run.config.data, most, run.data.folder)
+            if run.config.validation.translate:
+                lines = [(line, "") for line in source[: run.config.validation.max_sentences]]
+                cut_lines(tokenizer, lines, 0, None, _search(run.config))
+            return source, target
         except DataError as error:
             part = "translations: validation.translate=false" if key == "validation" else "this corpus"
-            raise DataError(f"data.{key}: {error} (put it back, or continue without {part})") from error
+            raise DataError(f"data.{key}: {error} (put it right, or continue without {part})") from error
 
     return run_on_rank_zero(run.ranks, read, run.doing(f"reading data.{key}"))
 
