@@ -43,7 +43,7 @@ def test_a_line_that_the_positions_cannot_take_is_named_before_the_first_step(co
         corpora = f"data.more_validation={{news: {more}}}"
         said = command("train", "small.yaml", *given, corpora, f"validation.translate={translate}", code=2)
         assert "data.more_validation.news, line 3: " in said
-        assert "only 96 positions (model.max_positions)" in said
+        assert "only 96 positions, and no pair of it is left out: raise model.max_positions (of a new run)" in said
 
 
 @pytest.mark.parametrize("name", ["data.validation", "data.more_validation.news"])

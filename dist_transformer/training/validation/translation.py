@@ -139,8 +139,8 @@ def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, 
     for line, length in enumerate(lengths, start=num_before + 1):
         if max_positions is not None and length > max_positions:
             raise DataError(
-                f"{name}, line {line}: {length} tokens, but the model learns only {max_positions} positions "
-                "(model.max_positions), and no pair of it is left out; cut the line into shorter sentences, or remove it"
+                f"{name}, line {line}: {length} tokens, but the model learns only {max_positions} positions, and no pair of it "
+                "is left out: raise model.max_positions (of a new run), cut the line into shorter sentences, or remove it"
             )
 
 

@@ -58,5 +58,6 @@ def test_a_side_that_the_learned_positions_cannot_take_is_named_by_its_line(toke
     monkeypatch.setattr(module, "CHUNK_PAIRS", 2)
     texts = [["one"] * 5, ["eins"] * 5]
     texts[side][3] = " ".join(SOURCES[:5])
-    with pytest.raises(DataError, match=r"data.more_validation.news, line 4: \d+ tokens, .* only 20 positions"):
+    said = r"data.more_validation.news, line 4: \d+ tokens, .* only 20 positions, .*: raise model.max_positions"
+    with pytest.raises(DataError, match=said):
         batches_of(tokenizer, *texts, max_positions=20)
