@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--matrices", choices=["adam", "muon"], default="adam", help="optimizer.matrices")
     parser.add_argument("--largest", type=int, default=12, help="names printed of the most frequent operations")
     arguments = arguments_of(parser, rounds=1)
-    found = begin(threads=2)
+    found = begin(threads=1)
     os.environ[FP16_ON_CPU] = "1"
     ranks = group.join(600)
     figures: dict[str, dict[str, dict[str, int]]] = {}
