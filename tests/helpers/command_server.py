@@ -103,6 +103,7 @@ def _answer(connection, main, defaults) -> None:
             main = _imported_anew()
         if len(arguments) > 1 and arguments[1].endswith(".py"):
             sys.argv = arguments[1:]
+            sys.path.insert(0, os.path.dirname(arguments[1]))  # as for any program: modules beside it
             runpy.run_path(arguments[1], run_name="__main__")
         else:
             sys.argv = arguments

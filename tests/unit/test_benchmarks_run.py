@@ -4,28 +4,38 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import NOT_INHERITED, without
+from running import NOT_INHERITED, Command, without
 
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FEW_STEPS = [
+    *("--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128"),
+    *("--steps", "1", "--stages", "1"),
+]
+Run = Callable[..., tuple[str, dict[str, Any]]]
 
 
-def run(script: str, raw: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What the benchmark printed, and its raw figures."""
-    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--rounds", "1", "--json", str(raw)]
-    environment = {**without(NOT_INHERITED), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=raw.parent, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(raw.read_text(encoding="utf-8"))["figures"]
+@pytest.fixture
+def run(tmp_path: Path, quick_client: Path) -> Run:
+    """Runs a benchmark in tmp_path; what it printed, and its raw figures, which it wrote to the file `raw`."""
+
+    def run(script: str, raw: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+        command = Command(tmp_path, quick_client)
+        code, printed = command.program(BENCHMARKS / script, *arguments, "--rounds", "1", "--json", raw)
+        assert code == 0, printed
+        return printed, json.loads(raw.read_text(encoding="utf-8"))["figures"]
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_resume(tmp_path: Path) -> None:
+def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_resume(run: Run, tmp_path: Path) -> None:
     sizes = ["--pairs", "2000", "--lanes", "2", "--max-tokens", "1024", "--row-group-rows", "256"]
     text = ["--text-pairs", "400", "--text-vocabulary", "300"]
     windows = ["--windows", "200", "1000", "--window-rows", "500", "--peer-rows", "200", "--peers"]
@@ -45,7 +55,7 @@ def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_re
 
 
 @pytest.mark.slow
-def test_the_memory_benchmark_samples_an_epoch_and_draws_it(tmp_path: Path) -> None:
+def test_the_memory_benchmark_samples_an_epoch_and_draws_it(run: Run, tmp_path: Path) -> None:
     sizes = ["--pairs", "3000", "--lanes", "2", "--max-tokens", "1024", "--window-rows", "200", "--workers", "1"]
     printed, figures = run("loader_memory.py", tmp_path / "memory.json", *sizes, "--plot", str(tmp_path / "memory.png"))
     assert printed.count("| --- |") == 1
@@ -57,7 +67,9 @@ def test_the_memory_benchmark_samples_an_epoch_and_draws_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_silent_errors_audits_without_an_alarm_and_finds_the_wrong_rank(tmp_path: Path) -> None:
+def test_the_benchmark_of_silent_errors_audits_without_an_alarm_and_finds_the_wrong_rank(
+    run: Run, tmp_path: Path
+) -> None:
     sizes = ["--audits", "8", "--runs", "1", "--share", "1"]
     printed, figures = run("silent_errors.py", tmp_path / "silent.json", *sizes)
     assert "8 audits of 2 ranks, 0 alarms" in printed
@@ -67,7 +79,7 @@ def test_the_benchmark_of_silent_errors_audits_without_an_alarm_and_finds_the_wr
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_cleaning_finds_the_noise_of_each_rule(tmp_path: Path) -> None:
+def test_the_benchmark_of_cleaning_finds_the_noise_of_each_rule(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("lingua")
     printed, figures = run("cleaning.py", tmp_path / "cleaning.json", "--pairs", "2000")
     assert printed.count("| --- |") == 2
@@ -88,7 +100,7 @@ def test_the_benchmark_of_cleaning_finds_the_noise_of_each_rule(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_plan_benchmark_plans_every_pair(tmp_path: Path) -> None:
+def test_the_plan_benchmark_plans_every_pair(run: Run, tmp_path: Path) -> None:
     sizes = ["--pairs", "3000000", "--lanes", "3", "--window-rows", "20000"]
     printed, figures = run("plan.py", tmp_path / "plan.json", *sizes)
     assert printed.count("| --- |") == 1
@@ -100,7 +112,7 @@ def test_the_plan_benchmark_plans_every_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_step_benchmark_compares_networks_of_one_size_and_judges_a_real_run(tmp_path: Path) -> None:
+def test_the_step_benchmark_compares_networks_of_one_size_and_judges_a_real_run(run: Run, tmp_path: Path) -> None:
     sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "512", "--steps", "1", "--stages", "0", "2"]
     of_run = ["--run-steps", "30", "--run-pairs", "500", "--loss-tokens", "2048"]
     printed, figures = run("step.py", tmp_path / "step.json", *sizes, *of_run)
@@ -122,7 +134,7 @@ def test_the_step_benchmark_compares_networks_of_one_size_and_judges_a_real_run(
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_limits_sets_each_part_beside_its_limit(tmp_path: Path) -> None:
+def test_the_benchmark_of_limits_sets_each_part_beside_its_limit(run: Run, tmp_path: Path) -> None:
     sizes = ["--preset", "tiny", "--vocabulary", "800", "--max-tokens", "512", "--steps", "1", "--sentences", "2"]
     sizes += ["--checkpoint-size", "tiny", "--pairs", "1000", "--precisions", "fp32"]
     printed, figures = run("limits.py", tmp_path / "limits.json", *sizes)
@@ -134,9 +146,8 @@ def test_the_benchmark_of_limits_sets_each_part_beside_its_limit(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_ranks_gives_both_sides_the_same_tokens(tmp_path: Path) -> None:
-    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--steps", "1", "--stages", "1"]
-    printed, figures = run("ranks.py", tmp_path / "ranks.json", *sizes)
+def test_the_benchmark_of_ranks_gives_both_sides_the_same_tokens(run: Run, tmp_path: Path) -> None:
+    printed, figures = run("ranks.py", tmp_path / "ranks.json", *FEW_STEPS)
     assert printed.count("| --- |") == 1
     samples = [sample for (sample,) in figures["ZeRO 1"].values()]
     assert len({sample["target_tokens"] for sample in samples}) == 1
@@ -144,9 +155,8 @@ def test_the_benchmark_of_ranks_gives_both_sides_the_same_tokens(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_same_bits_trains_on_the_same_tokens_with_and_without(tmp_path: Path) -> None:
-    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--steps", "1", "--stages", "1"]
-    printed, figures = run("same_bits.py", tmp_path / "same_bits.json", *sizes)
+def test_the_benchmark_of_same_bits_trains_on_the_same_tokens_with_and_without(run: Run, tmp_path: Path) -> None:
+    printed, figures = run("same_bits.py", tmp_path / "same_bits.json", *FEW_STEPS)
     assert printed.count("| --- |") == 1
     for case in ("1 rank", "2 ranks, ZeRO 1"):
         (ours,), (plain,) = figures[case]["same bits"], figures[case]["plain"]
@@ -172,9 +182,8 @@ def slow_links() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_networks_trains_the_same_lanes_over_each(tmp_path: Path, slow_links: None) -> None:
-    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--steps", "1", "--stages", "1"]
-    printed, figures = run("network.py", tmp_path / "network.json", *sizes)
+def test_the_benchmark_of_networks_trains_the_same_lanes_over_each(run: Run, tmp_path: Path, slow_links: None) -> None:
+    printed, figures = run("network.py", tmp_path / "network.json", *FEW_STEPS)
     assert printed.count("| --- |") == 1
     samples = {name: sample for name, (sample,) in figures["ZeRO 1"].items()}
     assert set(samples) == {"over the link", "without a limit", "alone"}
@@ -182,7 +191,9 @@ def test_the_benchmark_of_networks_trains_the_same_lanes_over_each(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_step_starts_no_more_operations_than_were_counted_and_asks_a_device_for_one_number(tmp_path: Path) -> None:
+def test_a_step_starts_no_more_operations_than_were_counted_and_asks_a_device_for_one_number(
+    run: Run, tmp_path: Path
+) -> None:
     printed, figures = run("launches.py", tmp_path / "launches.json", "--presets", "base", "--width", "64")
     assert printed.count("| --- |") == 1
     most = {"fp32": (620, 0), "bf16": (650, 8), "fp16": (650, 6)}
@@ -200,7 +211,7 @@ def test_a_step_starts_no_more_operations_than_were_counted_and_asks_a_device_fo
 
 
 @pytest.mark.slow
-def test_muon_starts_few_operations_for_all_matrices(tmp_path: Path) -> None:
+def test_muon_starts_few_operations_for_all_matrices(run: Run, tmp_path: Path) -> None:
     sizes = ["--presets", "base", "--width", "64", "--matrices", "muon"]
     _, figures = run("launches.py", tmp_path / "launches.json", *sizes)
     assert {parts["update"]["waits"] for parts in figures.values()} == {1}
@@ -208,7 +219,7 @@ def test_muon_starts_few_operations_for_all_matrices(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_a_gpu_gives_figures_on_a_cpu_too(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_gpu_gives_figures_on_a_cpu_too(run: Run, tmp_path: Path) -> None:
     levers = ["as trained", "6 times the tokens in a micro-batch, with padding"]
     sizes = [
         "--device",
@@ -232,7 +243,7 @@ def test_the_benchmark_of_a_gpu_gives_figures_on_a_cpu_too(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(tmp_path: Path, ranks: int) -> None:
+def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(run: Run, tmp_path: Path, ranks: int) -> None:
     sizes = ["--sizes", "tiny", "--stages", "1", "--ranks", str(ranks), "--max-tokens", "64"]
     printed, figures = run("checkpoint.py", tmp_path / "checkpoint.json", *sizes, "--folder", str(tmp_path))
     assert printed.count("| --- |") == 1
@@ -248,7 +259,9 @@ def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_the_tracking_benchmark_compares_a_followed_run_with_one_that_is_not_and_with_mlflow(tmp_path: Path) -> None:
+def test_the_tracking_benchmark_compares_a_followed_run_with_one_that_is_not_and_with_mlflow(
+    run: Run, tmp_path: Path
+) -> None:
     sizes = ["--situations", "healthy", "dead", "--steps", "3", "--direct-steps", "2", "--cut-seconds", "1"]
     printed, figures = run("tracking.py", tmp_path / "tracking.json", *sizes)
     assert printed.count("| --- |") == 1
@@ -262,7 +275,7 @@ def test_the_tracking_benchmark_compares_a_followed_run_with_one_that_is_not_and
 
 
 @pytest.mark.slow
-def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Path) -> None:
+def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(run: Run, tmp_path: Path) -> None:
     sizes = ["--precisions", "fp32", "--stages", "1", "--ranks", "2", "--steps", "2", "--max-tokens", "200"]
     printed, figures = run("same_losses.py", tmp_path / "losses.json", *sizes)
     assert printed.count("| --- |") == 1
@@ -271,7 +284,7 @@ def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_speedrun_counts_the_cost_of_an_entry(tmp_path: Path) -> None:
+def test_the_speedrun_counts_the_cost_of_an_entry(run: Run, tmp_path: Path) -> None:
     for name, split in (("train", "train"), ("val", "validation"), ("test_2016_flickr", "test")):
         pairs = [pair for _, pair in zip(range(300), demo_pairs(split), strict=False)]
         for side, language in enumerate(("en", "de")):
@@ -293,7 +306,7 @@ def test_the_speedrun_counts_the_cost_of_an_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_decoding_benchmark_finds_the_same_translations_with_every_engine(tmp_path: Path) -> None:
+def test_the_decoding_benchmark_finds_the_same_translations_with_every_engine(run: Run, tmp_path: Path) -> None:
     sizes = ["--presets", "tiny", "--vocabulary", "600", "--sentences", "4", "--batches", "1", "4", "--beams", "1"]
     printed, figures = run("decode.py", tmp_path / "decode.json", *sizes, "--threads", "1")
     assert printed.count("| 100% |") == 6
@@ -303,7 +316,9 @@ def test_the_decoding_benchmark_finds_the_same_translations_with_every_engine(tm
 
 
 @pytest.mark.slow
-def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step_by_step(tmp_path: Path) -> None:
+def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step_by_step(
+    run: Run, tmp_path: Path
+) -> None:
     tolerances = {"GELU, fp32": 1e-5, "ReLU, fp64": 1e-12}
     _, figures = run("twins.py", tmp_path / "twins.json", "--steps", "200", "--cases", *tolerances)
     for case, allowed in tolerances.items():
