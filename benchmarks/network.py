@@ -22,7 +22,7 @@ from pathlib import Path
 
 import common
 from common import Figures, Rounds
-from ranks import PAIRS, Group, add_model_arguments, settings_of
+from ranks import Group, add_model_arguments, settings_of
 from synthetic_corpus import write_tokens
 
 from dist_transformer.config.schema import Config
@@ -49,7 +49,7 @@ def main() -> None:
         sys.exit("expected root: network namespaces are made")
     found = common.begin(1)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        write_tokens(Path(name), PAIRS, arguments.vocabulary, 4096)
+        write_tokens(Path(name), arguments.pairs, arguments.vocabulary, 4096)
         links = {
             SLOW: stack.enter_context(_network("s", arguments.ranks, arguments.mbit)),
             FAST: stack.enter_context(_network("f", arguments.ranks, None)),

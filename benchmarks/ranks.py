@@ -44,7 +44,6 @@ BUDGET = 0.9
 LEARNING_RATE = 1e-4
 IDLE = RankStatus(wants_stop=False, is_writing=False, loss_sum=0.0)
 PARTS = ("forward and backward", "update", "feed")
-PAIRS, WINDOW_ROWS = 40_000, 20_000
 
 
 class Group:
@@ -105,7 +104,7 @@ def main() -> None:
     found = common.begin(1)
     rounds = {}
     with tempfile.TemporaryDirectory() as name:
-        write_tokens(Path(name), PAIRS, arguments.vocabulary, 4096)
+        write_tokens(Path(name), arguments.pairs, arguments.vocabulary, 4096)
         for stage in arguments.stages:
             rounds[f"ZeRO {stage}"] = _stage(stage, Path(name), arguments)
             print(f"ZeRO {stage}: done", file=sys.stderr)
@@ -127,7 +126,7 @@ def _stage(stage: int, folder: Path, arguments: argparse.Namespace) -> Rounds:
 
 def settings_of(arguments: argparse.Namespace, stage: int, lanes: int, folder: Path, threads: int) -> dict[str, Any]:
     """Returns what a rank gets to know, on the corpus in `folder`."""
-    given = ("preset", "vocabulary", "max_tokens", "precision", "communication_dtype")
+    given = ("preset", "vocabulary", "max_tokens", "precision", "communication_dtype", "pairs")
     settings = {name: getattr(arguments, name) for name in given}
     return settings | {"stage": stage, "threads": threads, "lanes": lanes, "folder": str(folder)}
 
@@ -145,7 +144,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     objective = Objective(model.to(ranks.device), training.label_smoothing, training.precision)
     engine = Engine(objective, training, OptimizerConfig(), ranks)
     engine.train()
-    data = Corpus(folder, Manifest.load(folder)).run_data(lanes, settings["max_tokens"], WINDOW_ROWS)
+    data = Corpus(folder, Manifest.load(folder)).run_data(lanes, settings["max_tokens"], settings["pairs"] // 2)
     loader = data.loader(data.start(), 0, ranks.rank, ranks.num_ranks, 0)
     batches = GlobalBatchPrefetcher(loader, ranks, (TRAINING,), lanes, 0)
     batches.prefetch(IDLE)
@@ -230,6 +229,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=("tiny", "small", "base", "big"), default="small")
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a lane in a step: both sides, padding counted")
+    parser.add_argument("--pairs", type=int, default=40_000, help="of the corpus; a window has half of them")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--communication-dtype", choices=("auto", "fp32", "bf16"), default="auto")
     parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3])

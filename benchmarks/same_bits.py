@@ -16,7 +16,7 @@ from pathlib import Path
 
 import common
 from common import Figures, Rounds
-from ranks import PAIRS, Group, add_model_arguments, settings_of
+from ranks import Group, add_model_arguments, settings_of
 from synthetic_corpus import write_tokens
 
 BUDGET = 1.15
@@ -35,7 +35,7 @@ def main() -> None:
     together = {f"{arguments.ranks} ranks, ZeRO {stage}": (stage, arguments.ranks) for stage in arguments.stages}
     cases = {"1 rank": (0, 1), **together}
     with tempfile.TemporaryDirectory() as name:
-        write_tokens(Path(name), PAIRS, arguments.vocabulary, 4096)
+        write_tokens(Path(name), arguments.pairs, arguments.vocabulary, 4096)
         rounds = {case: _rounds(*layout, Path(name), arguments) for case, layout in cases.items()}
     print(_description(arguments) + "\n\n" + _table(rounds))
     common.finish(arguments, found, rounds)

@@ -15,7 +15,7 @@ from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FEW_STEPS = [
-    *("--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128"),
+    *("--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--pairs", "400"),
     *("--steps", "1", "--stages", "1"),
 ]
 Run = Callable[..., tuple[str, dict[str, Any]]]
