@@ -66,9 +66,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(browser: Any, tmp_path_factory: pytest.TempPathFactory, quick_client: Path) -> Path:
     """A folder with the runs `first`, which was stopped and went on, and `second`, with another learning rate."""
-    command = Command(tmp_path_factory.mktemp("browser"))
+    command = Command(tmp_path_factory.mktemp("browser"), quick_client)
     (command.folder / "config.yaml").write_text(CONFIG)
     longer = LONGER if SCREENSHOTS in os.environ else ()
     first = command.start("train", "config.yaml", *longer)

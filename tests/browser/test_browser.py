@@ -22,9 +22,9 @@ DRAWN = ".js-plotly-plot .scatterlayer .trace"
 
 
 @pytest.fixture(scope="module")
-def local_pages(runs: Path) -> dict[str, Path]:
+def local_pages(runs: Path, quick_client: Path) -> dict[str, Path]:
     """The report that training wrote, and a comparison."""
-    Command(runs.parent)("compare", "runs/first", "runs/second", "--output", "compare.html")
+    Command(runs.parent, quick_client)("compare", "runs/first", "runs/second", "--output", "compare.html")
     return {"report": runs / "first" / "report.html", "compare": runs.parent / "compare.html"}
 
 
