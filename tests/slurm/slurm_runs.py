@@ -21,18 +21,18 @@ from dist_transformer.training.checkpoint.tensor_files import Weights
 MAX_STEPS = 120
 CONFIG = f"""
 data:
-  train: {{demo: train}}
+  train: {{demo: validation}}
   filters: {{max_tokens: 96}}
   lanes: 2
-  max_tokens: 1024
-  window_rows: 500
+  max_tokens: 512
+  window_rows: 100
   audit: true
 tokenizer: {{vocabulary_size: 500}}
-model: {{preset: tiny, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
+model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
 optimizer: {{learning_rate: 0.001}}
 schedule: {{warmup_steps: 20}}
 training: {{max_steps: {MAX_STEPS}, precision: fp32, log_every_steps: 1}}
-checkpoints: {{every_steps: 40, keep_last: 3, average_last: 2}}
+checkpoints: {{every_steps: 30, keep_last: 3, average_last: 2}}
 tracking: {{enabled: false}}
 slurm: {{nodes: 2, ranks_per_node: 1, time_limit: "30:00", signal_seconds: 60, srun: {{cpu-bind: null}}}}
 """

@@ -18,6 +18,12 @@ REPOSITORY = HERE.parents[1]
 SHORT = ("training.max_steps=6", "schedule.warmup_steps=2")
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, in which their corpus is prepared once."""
+    return tmp_path_factory.mktemp("commands") / "runs"
+
+
 def say(cluster: SlurmCluster, *arguments: str) -> str:
     return cluster.run(*program(*arguments))
 
@@ -27,18 +33,18 @@ def is_over(cluster: SlurmCluster, *job_ids: str) -> bool:
     return not {"PENDING", "RUNNING", "COMPLETING"} & set(states)
 
 
-def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    run = submit(slurm_cluster, tmp_path / "runs", "watched", "training.max_steps=1000000")
+def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmCluster, root: Path) -> None:
+    run = submit(slurm_cluster, root, "watched", "training.max_steps=1000000")
     folder = str(run.run_dir.path)
     run.wait_for_step(10)
     for asked in (folder, run.job_id):
-        found = json.loads(say(slurm_cluster, "status", asked, "--json", "--root", str(tmp_path / "runs")))
+        found = json.loads(say(slurm_cluster, "status", asked, "--json", "--root", str(root)))
         assert (found["run"], found["job"]["id"], found["job"]["state"]) == ("watched", run.job_id, "RUNNING")
         assert found["step"] >= 10
         assert found["job"]["nodes"] == "n[1-2]"
         assert 0 <= found["time"] - found["heartbeat_time"] < 30
     assert f"job: {run.job_id} RUNNING" in say(slurm_cluster, "status", folder)
-    assert "watched" in say(slurm_cluster, "list", str(tmp_path / "runs"))
+    assert "watched" in say(slurm_cluster, "list", str(root))
 
     signal_ranks(signal.SIGSTOP, run, [1])  # so that rank 0 waits for it in a collective
     stacks = say(slurm_cluster, "stacks", folder)
@@ -60,7 +66,7 @@ def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmClus
     run.wait_for_step(stopped_at + 10)
     steps = run.steps()  # read once: the run goes on
     assert steps == list(range(1, steps[-1] + 1))
-    say(slurm_cluster, "cancel", run.job_id, "--root", str(tmp_path / "runs"))
+    say(slurm_cluster, "cancel", run.job_id, "--root", str(root))
     wait_until(lambda: is_over(slurm_cluster, run.job_id), PATIENCE_SECONDS, run.log)
     assert slurm_cluster.state(run.job_id) == "CANCELLED"
     assert not run.attempts("ended")[-1]["requeued"]
@@ -95,14 +101,14 @@ def test_jobs_after_each_other_that_python_submits_prepare_and_train(
 
 
 def test_the_preflight_finds_the_slow_node_and_the_job_trains_without_it(
-    slurm_cluster: SlurmCluster, tmp_path: Path
+    slurm_cluster: SlurmCluster, root: Path
 ) -> None:
     tolerant = with_constants({"cluster.script.PREFLIGHT_TOLERANCE": 0.3})  # the nodes share one machine
     cluster = SlurmCluster(slurm_cluster.folder, {**slurm_cluster.environment, **tolerant})
     slurm_cluster.node("slow", "n2")
     try:
         run = submit(
-            cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", *SHORT,
+            cluster, root, "away", "slurm.nodes=3", "data.lanes=3", *SHORT,
             "slurm.preflight=exclude",
         )  # fmt: skip
         run.wait_for_end()

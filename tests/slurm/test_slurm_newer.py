@@ -26,7 +26,7 @@ def test_a_run_that_is_told_to_save_and_loses_a_node_ends_as_the_undisturbed_one
     assert (found["job"]["id"], found["job"]["state"], found["job"]["nodes"]) == (run.job_id, "RUNNING", "n[1-2]")
     newer_slurm_cluster.run("scancel", "--signal=USR1", run.job_id)
     run.wait_for_attempt(1)
-    run.wait_for_step(50)  # there is a checkpoint
+    run.wait_for_step(40)  # there is a checkpoint
     dead = nodes_of_attempt()[-1]
     newer_slurm_cluster.node("kill", dead)
     run.wait_for_attempt(2)

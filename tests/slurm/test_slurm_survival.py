@@ -106,7 +106,7 @@ def test_a_job_whose_node_dies_keeps_the_other_and_a_spare_one_and_goes_on_at_on
     cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
 ) -> None:
     run = submit(cluster, root, "dead_n2", "slurm.spare_nodes=1")
-    run.wait_for_step(50)  # there is a checkpoint
+    run.wait_for_step(40)  # there is a checkpoint
     cluster.node("kill", "n2")
     run.wait_for_attempt(1)
     assert (run.attempts("began")[1]["attempt"], run.attempts("began")[1]["nodes"]) == (0, "n1,n3"), run.log()
@@ -123,7 +123,7 @@ def test_a_job_whose_batch_script_dies_with_its_node_goes_on_with_another(
 ) -> None:
     """n1 has rank 0, too. It comes back with the job's old folder: Slurm would hold a job that gets it again."""
     run = submit(cluster, root, "dead_n1")
-    run.wait_for_step(50)
+    run.wait_for_step(40)
     began = len(run.attempts("began"))  # more than one where ranks had to start again before
     starts = read_json(run.run_dir.state)["starts"]
     cluster.node("kill", "n1")
@@ -145,7 +145,7 @@ def test_a_job_whose_node_is_cut_off_goes_on_with_another_and_the_node_that_come
 ) -> None:
     """The ranks there live on, in the middle of a collective; on n1 it is rank 0, which holds the run folder's lock."""
     run = submit(cluster, root, f"cut_{node}", "training.hang_seconds=15")
-    run.wait_for_step(50)
+    run.wait_for_step(40)
     cluster.node("cut", node)
     run.wait_for_attempt(1)
     cluster.node("heal", node)

@@ -20,6 +20,14 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ENDLESS = ("tracking.enabled=true", "training.max_steps=1000000", "checkpoints.every_steps=20")
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with MLflow's store: runs without an end would train on while its migrations take seconds."""
+    folder = tmp_path_factory.mktemp("tracking")
+    MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder
+
+
 def wait_for_status(run: SubmittedRun, status: str, seconds: float = PATIENCE_SECONDS) -> None:
     def said() -> str:
         memory = read_json(run.run_dir.tracking) if run.run_dir.tracking.is_file() else {"run_id": None}
@@ -31,9 +39,9 @@ def wait_for_status(run: SubmittedRun, status: str, seconds: float = PATIENCE_SE
 
 
 def test_a_killed_rank_a_requeue_and_a_cancelled_job_show_as_what_they_are(
-    slurm_cluster: SlurmCluster, tmp_path: Path
+    slurm_cluster: SlurmCluster, root: Path
 ) -> None:
-    run = submit(slurm_cluster, tmp_path / "runs", "told", *ENDLESS)
+    run = submit(slurm_cluster, root, "told", *ENDLESS)
     run.wait_for_step(30)
     wait_for_status(run, "RUNNING")
     run_id = read_json(run.run_dir.tracking)["run_id"]
@@ -51,17 +59,15 @@ def test_a_killed_rank_a_requeue_and_a_cancelled_job_show_as_what_they_are(
         slurm_cluster.run(*drain, "State=RESUME")
     run.wait_for_attempt(2)
     wait_for_status(run, "RUNNING")
-    slurm_cluster.run(*program("cancel", run.job_id, "--root", str(tmp_path / "runs")))
+    slurm_cluster.run(*program("cancel", run.job_id, "--root", str(root)))
     wait_until(lambda: slurm_cluster.state(run.job_id) == "CANCELLED", PATIENCE_SECONDS, run.log)
     look(run)  # where Slurm left the batch script too little time to reach MLflow (KillWait)
     wait_for_status(run, "KILLED")
     assert read_json(run.run_dir.tracking)["run_id"] == run_id
 
 
-def test_a_run_whose_node_died_says_that_it_waits_once_somebody_looks(
-    slurm_cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    run = submit(slurm_cluster, tmp_path / "runs", "lost", *ENDLESS)
+def test_a_run_whose_node_died_says_that_it_waits_once_somebody_looks(slurm_cluster: SlurmCluster, root: Path) -> None:
+    run = submit(slurm_cluster, root, "lost", *ENDLESS)
     run.wait_for_step(30)
     wait_for_status(run, "RUNNING")
     node = run.attempts("began")[0]["nodes"].replace("[", "").split("-")[0]
