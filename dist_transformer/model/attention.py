@@ -68,6 +68,10 @@ class Joined:
         return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP]).index_select(0, self.real_N).unsqueeze(0)
 
 
+Sides = tuple[Joined, Joined]
+"""Source and target of joined batches."""
+
+
 def batches_of(padded: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Returns (rows, length, ...) of each batch, views of what all have with padding one after another, (places, ...)."""
     parts = torch.split(padded, [rows * length for rows, length in shapes])
@@ -226,13 +230,9 @@ class CrossAttention(nn.Module):
         self.output = Linear(values, config.d_model)
 
     def forward(
-        self,
-        input_BTD: Tensor,
-        memory_BSD: Tensor,
-        mask_B11S: Tensor | None,
-        joined: tuple[Joined, Joined] | None = None,
+        self, input_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None, joined: Sides | None = None
     ) -> Tensor:
-        """Attends to the memory; `joined`: source and target of joined batches, whose masks are those of the source."""
+        """Attends to the memory; joined batches have the masks of their source."""
         if joined is None:
             return self.output(self._attend(self.query(input_BTD), self.project(memory_BSD), mask_B11S))  # type: ignore[no-any-return]
         source, target = joined

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model import cpu_kernels, gpu_kernels
-from dist_transformer.model.attention import CrossAttention, Joined, KeyValue, KeyValueCache, SelfAttention
+from dist_transformer.model.attention import CrossAttention, Joined, KeyValue, KeyValueCache, SelfAttention, Sides
 from dist_transformer.model.cpu_kernels import Linear
 
 RMS_EPSILON = 1e-6
@@ -154,13 +154,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward_residual = AddAndNorm(config, alpha)
 
     def forward(
-        self,
-        hidden_BTD: Tensor,
-        memory_BSD: Tensor,
-        mask_B11S: Tensor | None,
-        joined: tuple[Joined, Joined] | None = None,
+        self, hidden_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None, joined: Sides | None = None
     ) -> Tensor:
-        """Applies the layer; `joined`: source and target of joined batches, whose masks are those of the source."""
+        """Applies the layer; joined batches have the masks of their source."""
         target = joined and joined[1]
         hidden_BTD = self.self_attention_residual(hidden_BTD, lambda x_BTD: self.self_attention(x_BTD, joined=target))
         hidden_BTD = self.cross_attention_residual(

@@ -303,12 +303,7 @@ class Transformer(nn.Module):
         return torch.where(is_kept_B11, output, inputs[0])
 
     def _embed(
-        self,
-        embedding: nn.Module,
-        positions: nn.Module,
-        token_BT: Tensor,
-        start: int = 0,
-        joined: Joined | None = None,
+        self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0, joined: Joined | None = None
     ) -> Tensor:
         """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4); `joined`: those of
         batches end to end."""
