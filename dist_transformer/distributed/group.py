@@ -25,6 +25,10 @@ from dist_transformer.processes.launching import free_port
 Result = TypeVar("Result")
 _CAUSES_HERE = (
     (
+        "can't start new thread|^Resource temporarily unavailable",
+        "no new thread can start: raise `ulimit -u` (-v, the job's pids), or lower --ranks, data.loader_workers, OMP_NUM_THREADS",
+    ),
+    (
         "Unable to find address for",
         "GLOO_SOCKET_IFNAME names no interface of this node that has an address (`ip -br addr`): correct it",
     ),
@@ -39,7 +43,7 @@ _CAUSES_HERE = (
     ),
     ("/dev/shm/nccl", "NCCL lacks room in /dev/shm: give the container more (--shm-size), or the host's"),
 )
-"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for, on this node."""
+"""Pairs of a pattern of the messages of gloo, NCCL, torch's store and Python, and the cause it stands for, on this node."""
 _CAUSES = (
     (
         r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
@@ -368,10 +372,9 @@ def around_waits(entered: Callable[[], AbstractContextManager[object]]) -> Itera
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line on the cause of a failed collective; None for any other error."""
-    if not isinstance(error, RuntimeError):
-        return None
-    return next((cause for pattern, cause in (*_CAUSES_HERE, *_CAUSES) if re.search(pattern, str(error))), None)
+    """Returns one line on the cause of a failed collective, or of a thread that did not start; None for any other error."""
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return next((cause for pattern, cause in (*_CAUSES_HERE, *_CAUSES) if re.search(pattern, said)), None)
 
 
 def exit_code_of(cause: str | None) -> int:

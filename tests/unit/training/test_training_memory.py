@@ -4,6 +4,7 @@ import dataclasses
 import mmap
 import re
 import resource
+import threading
 
 import psutil
 import pytest
@@ -241,3 +242,17 @@ def test_the_least_of_several_limits_counts(ranks):
 @pytest.mark.parametrize(("count", "text"), [(1_500_000_000, "1.5 GB"), (2_000_000, "2 MB"), (12e12, "12,000.0 GB")])
 def test_bytes_are_written_for_people(count, text):
     assert as_text(count) == text
+
+
+def test_a_command_that_can_start_no_more_threads_names_the_limits_and_the_settings(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    before = threading.stack_size(2**46)  # more than a process has addresses: the kernel refuses it as under a limit
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_as_command(threading.Thread(target=print).start)
+    finally:
+        threading.stack_size(before)
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "dist-transformer: no new thread can start: " in said
+    assert all(name in said for name in ("`ulimit -u`", "-v", "--ranks", "data.loader_workers", "OMP_NUM_THREADS"))

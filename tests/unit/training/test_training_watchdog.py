@@ -15,6 +15,7 @@ import pytest
 import torch
 from running import NOT_INHERITED, free_port, without
 
+from dist_transformer.cli.main import run_as_command
 from dist_transformer.distributed.group import LastCollective, exit_code_of, explain
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.training.memory import is_out_of_memory
@@ -286,6 +287,28 @@ def test_what_nccl_lacks_on_a_node_is_a_fault_of_that_node_and_none_of_the_setti
     assert exit_code_of(explain(error)) == EXIT_FAILED
     assert exit_code_of(explain(RuntimeError("Connection reset by peer"))) == EXIT_FAILED + 100
     assert not is_out_of_memory(error)
+
+
+def test_a_rank_that_loses_another_before_it_trains_ends_with_its_message(monkeypatch, capsys):
+    """As while rank 0 takes the lock of the run folder."""
+
+    def lost() -> None:
+        raise RuntimeError("Read error [127.0.0.1]:38041: Connection reset by peer")
+
+    monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", "x")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        run_as_command(lost)
+    assert ended.value.code == EXIT_FAILED + 100
+    assert "dist-transformer: another rank has left in the middle of a collective: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["can't start new thread", "Resource temporarily unavailable"])
+def test_a_rank_that_can_start_no_more_threads_is_no_victim_of_another(said, monkeypatch):
+    monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", "x")
+    cause = explain(RuntimeError(said))
+    assert "no new thread can start: " in str(cause)
+    assert exit_code_of(cause) == EXIT_FAILED
 
 
 @pytest.mark.parametrize(
