@@ -379,8 +379,12 @@ def explain(error: BaseException) -> str | None:
 
 def exit_code_of(cause: str | None) -> int:
     """Exit code of a rank that failed with this cause, as `explain` found it: a victim's if another rank is the cause."""
-    is_victim = cause in [of_another for _, of_another in _CAUSES]
-    return exit_code_of_victim(EXIT_FAILED) if is_victim else EXIT_FAILED
+    return exit_code_of_victim(EXIT_FAILED) if is_of_another(cause) else EXIT_FAILED
+
+
+def is_of_another(cause: str | None) -> bool:
+    """True if `explain` returned this cause for what another rank did."""
+    return cause in [told for _, told in _CAUSES]
 
 
 def exit_code_of_victim(code: int) -> int:

@@ -83,7 +83,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         cause = group.explain(error)  # short if this rank only lost another one, whose message must stay visible
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         say(f"{_name_of(ranks)} failed: {said}")
-        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=cause is not None)
+        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=group.is_of_another(cause))
         leave(group.exit_code_of(cause))
     lock.release()
     group.leave()

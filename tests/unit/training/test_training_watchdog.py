@@ -16,7 +16,7 @@ import torch
 from running import NOT_INHERITED, free_port, without
 
 from dist_transformer.cli.main import run_as_command
-from dist_transformer.distributed.group import LastCollective, exit_code_of, explain
+from dist_transformer.distributed.group import LastCollective, exit_code_of, explain, is_of_another
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.training.memory import is_out_of_memory
 from dist_transformer.training.watchdog import Watchdog
@@ -286,6 +286,7 @@ def test_what_nccl_lacks_on_a_node_is_a_fault_of_that_node_and_none_of_the_setti
     assert re.search(said, explain(error))
     assert exit_code_of(explain(error)) == EXIT_FAILED
     assert exit_code_of(explain(RuntimeError("Connection reset by peer"))) == EXIT_FAILED + 100
+    assert not is_of_another(explain(error))  # it is written into the run's log
     assert not is_out_of_memory(error)
 
 
