@@ -320,7 +320,7 @@ def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step
     run: Run, tmp_path: Path
 ) -> None:
     tolerances = {"GELU, fp32": 1e-5, "ReLU, fp64": 1e-12}
-    _, figures = run("twins.py", tmp_path / "twins.json", "--steps", "200", "--cases", *tolerances)
+    _, figures = run("twins.py", tmp_path / "twins.json", "--steps", "100", "--cases", *tolerances)
     for case, allowed in tolerances.items():
         ours, *twins = figures[case].values()
         assert len(twins) == 2
