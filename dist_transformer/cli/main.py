@@ -166,10 +166,13 @@ def run_as_command(run: Callable[[], object]) -> None:
         say(f"dist-transformer: {message}")
         _leave(message.exit_code)
     except RuntimeError as error:
-        from dist_transformer.distributed.group import exit_code_of, explain
+        from dist_transformer.distributed.group import exit_code_of, explain, is_of_another
         from dist_transformer.training.memory import is_out_of_memory
 
-        if (cause := explain(error)) is None and not is_out_of_memory(error):
+        cause = explain(error)
+        if is_of_another(cause) and "RANK" not in os.environ:
+            cause = None  # no ranks: it is a connection of another library
+        if cause is None and not is_out_of_memory(error):
             raise
         ways = "lower decoding.max_tokens (translate --max-tokens) or the beam; CUDA_VISIBLE_DEVICES= takes the CPU"
         say(f"dist-transformer: {cause or f'out of memory ({str(error).splitlines()[0]}): {ways}'}")

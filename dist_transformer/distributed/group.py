@@ -37,11 +37,14 @@ _CAUSES_HERE = (
         "another process of this node has the port MASTER_PORT: start again, which takes another port, or give a free one",
     ),
     (
-        r"ibv_\w+ failed",
-        "NCCL cannot use the network card. It mostly lacks locked memory: `ulimit -l unlimited` where slurmd starts, or "
-        "--ulimit memlock=-1 of the container",
+        r"ibv_\w+ failed.*[Cc]annot allocate memory",
+        "NCCL lacks locked memory for the network card: `ulimit -l unlimited` where slurmd starts, or --ulimit memlock=-1 of "
+        "the container",
     ),
-    ("/dev/shm/nccl", "NCCL lacks room in /dev/shm: give the container more (--shm-size), or the host's"),
+    (
+        "(creating shared memory segment|failed to extend) /dev/shm/nccl",
+        "NCCL lacks room in /dev/shm: give the container more (--shm-size), or the host's",
+    ),
 )
 """Pairs of a pattern of the messages of gloo, NCCL, torch's store and Python, and the cause it stands for, on this node."""
 _CAUSES = (
@@ -374,7 +377,10 @@ def around_waits(entered: Callable[[], AbstractContextManager[object]]) -> Itera
 def explain(error: BaseException) -> str | None:
     """Returns one line on the cause of a failed collective, or of a thread that did not start; None for any other error."""
     said = str(error) if isinstance(error, RuntimeError) else ""
-    return next((cause for pattern, cause in (*_CAUSES_HERE, *_CAUSES) if re.search(pattern, said)), None)
+    here = next(
+        (f"{cause} ({said.splitlines()[-1]})" for pattern, cause in _CAUSES_HERE if re.search(pattern, said)), None
+    )
+    return here or next((cause for pattern, cause in _CAUSES if re.search(pattern, said)), None)
 
 
 def exit_code_of(cause: str | None) -> int:

@@ -28,6 +28,7 @@ from dist_transformer.run.metrics_log import read_records
 from dist_transformer.training.engine.bit_sums import bit_sum
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import inputs_of
+from dist_transformer.training.memory import explaining_out_of_memory
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import add_to_history
 from dist_transformer.training.train_state import seed_dropout
@@ -180,7 +181,9 @@ def begin_checks(run: Run, engine: Engine) -> SilentErrors:
     """Begins the checks of a start (collective). Kernels of ours that fail on one rank are used by none. Raises UserError:
     on every rank: the machines are of different kinds, and what is to be equal on all would not be."""
     device, training = run.ranks.device, run.config.training
-    has_kernels = device.type == "cuda" and training.precision != "fp32" and gpu_kernels.has_kernels()
+    may_have_kernels = device.type == "cuda" and training.precision != "fp32" and run.config.model.plugin is None
+    with explaining_out_of_memory("the first kernels", device):
+        has_kernels = may_have_kernels and gpu_kernels.has_kernels()
     mine = (host_name(), machine_name(device), torch.get_num_threads(), has_kernels)
     nodes, kinds, threads, kernels = zip(*run.ranks.all_gather_object(mine), strict=True)
     if 0 < sum(kernels) < len(kernels):  # all wait for the slowest rank, and padded batches have other masks of dropout

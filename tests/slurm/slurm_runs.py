@@ -24,11 +24,11 @@ data:
   train: {{demo: validation}}
   filters: {{max_tokens: 96}}
   lanes: 2
-  max_tokens: 512
+  max_tokens: 1024
   window_rows: 100
   audit: true
 tokenizer: {{vocabulary_size: 500}}
-model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
+model: {{preset: tiny, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
 optimizer: {{learning_rate: 0.001}}
 schedule: {{warmup_steps: 20}}
 training: {{max_steps: {MAX_STEPS}, precision: fp32, log_every_steps: 1}}

@@ -75,6 +75,7 @@ def test_pyxis_gives_an_image_its_gpus_but_for_what_the_user_sets(tmp_path: Path
     script = render_script("train.sbatch", _slurm(**given, environment={names[0]: "0,1"}), tmp_path)
     assert _values(tmp_path, script, *names) == ["0,1", "compute,utility"]
     assert names[0] not in render_script("train.sbatch", _slurm(container_image="i.sqsh"), tmp_path)
+    assert names[0] not in render_script("prepare.sbatch", _slurm(**given), tmp_path)  # has no GPU
 
 
 def test_without_gpus_a_container_is_not_asked_for_them(tmp_path: Path) -> None:

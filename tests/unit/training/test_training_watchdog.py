@@ -15,7 +15,7 @@ import pytest
 import torch
 from running import NOT_INHERITED, free_port, without
 
-from dist_transformer.cli.main import run_as_command
+from dist_transformer.cli import main
 from dist_transformer.distributed.group import LastCollective, exit_code_of, explain, is_of_another
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.training.memory import is_out_of_memory
@@ -274,7 +274,10 @@ def test_a_node_that_gives_the_others_a_loopback_address_is_told_as_such():
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", r"locked memory: `ulimit -l unlimited`"),
+        (
+            "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
+            r"locked memory .*: `ulimit -l unlimited`",
+        ),
         ("Error while creating shared memory segment /dev/shm/nccl-q3Ab (size 9637888)", "lacks room in /dev/shm"),
     ],
 )
@@ -284,6 +287,7 @@ def test_what_nccl_lacks_on_a_node_is_a_fault_of_that_node_and_none_of_the_setti
         f"NCCL error in: NCCLUtils.cpp:94, unhandled system error\nLast error:\n{last}"
     )
     assert re.search(said, explain(error))
+    assert last in explain(error)
     assert exit_code_of(explain(error)) == EXIT_FAILED
     assert exit_code_of(explain(RuntimeError("Connection reset by peer"))) == EXIT_FAILED + 100
     assert not is_of_another(explain(error))  # it is written into the run's log
@@ -297,11 +301,15 @@ def test_a_rank_that_loses_another_before_it_trains_ends_with_its_message(monkey
         raise RuntimeError("Read error [127.0.0.1]:38041: Connection reset by peer")
 
     monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", "x")
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(main, "leave", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        run_as_command(lost)
+        main.run_as_command(lost)
     assert ended.value.code == EXIT_FAILED + 100
     assert "dist-transformer: another rank has left in the middle of a collective: " in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
+    with pytest.raises(RuntimeError, match="Connection reset"):  # of another library
+        main.run_as_command(lost)
 
 
 @pytest.mark.parametrize("said", ["can't start new thread", "Resource temporarily unavailable"])
@@ -313,7 +321,13 @@ def test_a_rank_that_can_start_no_more_threads_is_no_victim_of_another(said, mon
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("Broken pipe")]
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("Call to ibv_modify_qp failed with 110 Connection timed out"),
+        RuntimeError("Error while attaching to shared memory segment /dev/shm/nccl-q3Ab: No such file"),
+        ValueError("Broken pipe"),
+    ],
 )
 def test_any_other_error_is_not_explained(error):
     assert explain(error) is None
