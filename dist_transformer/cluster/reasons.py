@@ -24,12 +24,12 @@ _WAITING = {
     "QOSMaxNodePerUserLimit": "you use as many nodes as your QOS allows",
     "QOSNotAllowed": "the QOS is not allowed here: it will not start; change slurm.sbatch.qos or slurm.sbatch.partition",
     "QOSMin": "it asks for less than the QOS demands: it will not start",
-    "QOSGrp": "all who share the QOS together use as much as it allows",
+    "QOSGrp": "all who share the QOS together use as much as it allows, or it alone asks for more",
     "QOSMax": "it, or your jobs together, ask for more than the QOS allows",
     "QOS": "a limit of the QOS",
     "AssocMaxWallDurationPerJobLimit": "slurm.time_limit is longer than your account allows: submit it with less",
     "AssocMaxJobsLimit": "your account has as many jobs running as it may",
-    "AssocGrp": "all who share the account together use as much as it allows",
+    "AssocGrp": "all who share the account together use as much as it allows, or it alone asks for more",
     "AssocMax": "it, or your jobs together, ask for more than the account allows",
     "AssociationJobLimit": "your account has as many jobs running as it may",
     "InvalidAccount": "the account is not known to Slurm: it will not start; change slurm.sbatch.account",
@@ -69,6 +69,7 @@ _EXIT_CODES = {
     EXIT_USER_ERROR: "a mistake that somebody must fix",
     EXIT_HANG: "a rank made no progress (training.hang_seconds)",
     EXIT_REQUEUE: "saved on request",
+    128 + signal.SIGKILL: "ended by signal SIGKILL, as where memory ran out (slurm.sbatch.mem): see the log",
 }
 
 SAID_BY_EXIT_CODE = ("done", "a mistake that a restart cannot fix")

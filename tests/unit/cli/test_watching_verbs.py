@@ -77,7 +77,7 @@ def test_status_is_lines_of_key_and_value_for_a_program(slurm: FakeSlurm, run_di
     slurm.answers("squeue", job_line("5", "PENDING", "AssocGrpGRES"))
     lines = call("status", run_dir.path).stdout.splitlines()
     assert "job: 5 PENDING (AssocGrpGRES)" in lines
-    assert "waits: all who share the account together use as much as it allows" in lines
+    assert "waits: all who share the account together use as much as it allows, or it alone asks for more" in lines
     assert "step: 40 of 1000 (4 %)" in lines
     config = run_dir.config.read_text(encoding="utf-8")
     run_dir.config.write_text(re.sub(r"max_steps\W+\d+", "max_steps: 20", config), encoding="utf-8")

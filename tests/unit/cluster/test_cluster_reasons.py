@@ -19,7 +19,8 @@ from dist_transformer.errors import EXIT_REQUEUE
         ("QOSMaxJobsPerUserLimit", "as many jobs running as your QOS allows"),
         ("QOSMaxWallDurationPerJobLimit", "slurm.time_limit is longer"),
         ("QOSMaxBillingPerUser", "more than the QOS allows"),
-        ("AssocGrpGRES", "share the account"),
+        ("QOSGrpCpuLimit", "or it alone asks for more"),
+        ("AssocGrpGRES", "share the account together use as much as it allows, or it alone asks for more"),
         ("AssocGrpCPUMinutesLimit", "share the account"),
         ("ReqNodeNotAvail, UnavailableNodes:n[3,7]", "down, drained or reserved"),
         ("ReqNodeNotAvail, May be reserved for other job", "down, drained or reserved"),
@@ -54,7 +55,7 @@ def test_only_a_held_job_waits_for_a_release() -> None:
     [
         *((0, "finished"), (1, "failed"), (2, "mistake"), (70, "no progress"), (75, "saved on request")),
         *(
-            (137, "ended by signal SIGKILL"),
+            (137, "ended by signal SIGKILL, as where memory ran out (slurm.sbatch.mem)"),
             (139, "ended by signal SIGSEGV"),
             (250, "exit code 250"),
             (9, "exit code 9"),

@@ -62,6 +62,9 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
         ("fatal: Could not establish a configuration source", "correct SLURM_CONF, or submit from a login node"),
         ("fatal: Unable to process configuration file", "correct SLURM_CONF, or submit from a login node"),
         ("fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.", "slurm.sbatch (partition, qos, mem, gres)"),
+        ("Batch job submission failed: Invalid account or account/partition combination specified",
+         "correct slurm.sbatch (account, qos) by `sacctmgr"),
+        ("Batch job submission failed: Invalid qos specification", "correct slurm.sbatch (account, qos) by `sacctmgr"),
         ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a lost node, delete it"),
     ],
 )  # fmt: skip
