@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from dist_transformer.cluster.checks import after_problems, name_problems, sbatch_problems, slurm_problems
 from dist_transformer.cluster.jobs import job_of
 from dist_transformer.cluster.profiles import fill_from_profile
-from dist_transformer.cluster.queue import known_jobs
+from dist_transformer.cluster.queue import NOT_SHOWN, known_jobs
 from dist_transformer.cluster.run_ref import own_job
 from dist_transformer.cluster.script import needed_folders, render_script, with_folders_of
 from dist_transformer.cluster.slurm import SlurmError
@@ -23,13 +24,14 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.config.yaml_positions import merge
-from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError
+from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError, say
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import begin, locked, run_as_job, run_due, set_aside, words_of
 from dist_transformer.pipeline.schema import HEADING, SETTINGS, Pipeline, checked, read_pipeline
-from dist_transformer.pipeline.state import configuration, states_of, text_problems
+from dist_transformer.pipeline.state import State, configuration, states_of, text_problems
 from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.run.attempts import may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
@@ -59,7 +61,7 @@ def run_command(
             sys.exit(run_as_job(pipeline, node, signals))
         with locked(pipeline.root):
             states = states_of(pipeline)
-            if jobs := _jobs_of(pipeline):
+            if jobs := _jobs_of(pipeline, states):
                 raise UserError(f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it or end it with scancel")
             if problems := text_problems(pipeline, [name for name, state in states.items() if state.restarts]):
                 raise ConfigError(problems, HEADING)
@@ -76,10 +78,10 @@ def run_command(
 def status_command(file: File, overrides: Overrides = None) -> None:
     """Show each node of a pipeline: whether it is done, since when, what it has given; changes nothing."""
     pipeline = read_pipeline(file, overrides)
-    jobs: dict[str, str] = {}
+    states, jobs = states_of(pipeline), dict[str, str]()
     with suppress(SlurmError):
-        jobs = _jobs_of(pipeline)
-    print(*table(COLUMNS, status_rows(pipeline, states_of(pipeline), jobs), is_markdown=True), sep="\n")
+        jobs = _jobs_of(pipeline, states)
+    print(*table(COLUMNS, status_rows(pipeline, states, jobs), is_markdown=True), sep="\n")
 
 
 @app.command("report")
@@ -108,7 +110,7 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
             print(replace(submission, after=waits).listing)
         return
     with locked(pipeline.root):
-        jobs = _jobs_of(pipeline)
+        jobs = _jobs_of(pipeline, states)
         # Left of a submission that was cut off, as by a limit of the QOS.
         due = [name for name in due if name not in jobs]
         busy = [job for job in jobs if not due or states[job].restarts or {*pipeline.nodes[job].reads} & {*due}]
@@ -185,10 +187,18 @@ def _as_submitted(pipeline: Pipeline) -> str:
     return dump(values)
 
 
-def _jobs_of(pipeline: Pipeline) -> dict[str, str]:
-    """Returns the state of each node's job that is not over, by node; {} where there is no Slurm. Raises SlurmError."""
-    noted = {name: read_record(RunDir(pipeline.folder(name)).job) for name in pipeline.nodes}
+def _jobs_of(pipeline: Pipeline, states: Mapping[str, State]) -> dict[str, str]:
+    """Returns the state of each node's job that is not over, by node; {} where there is no Slurm. Raises SlurmError.
+    Warns of a node that begins anew while Slurm may hide its job."""
+    if sbatch_problems():
+        return {}
+    folders = {name: RunDir(pipeline.folder(name)) for name in pipeline.nodes}
+    noted = {name: read_record(run_dir.job) for name, run_dir in folders.items()}
     ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
-    known = {} if sbatch_problems() else known_jobs([*filter(None, ids.values())])
-    jobs = {name: own_job(known.get(job_id), RunDir(pipeline.folder(name))) for name, job_id in ids.items()}
+    hidden = {name: job_id for name, job_id in ids.items() if job_id and may_be_hidden(folders[name], job_id)}
+    known = known_jobs([*filter(None, ids.values())], hidden.values())
+    for name, job_id in hidden.items():
+        if job_id not in known and states[name].restarts:
+            say(f"warning: node {name}: {NOT_SHOWN.format(job_id)}")
+    jobs = {name: own_job(known.get(job_id), folders[name]) for name, job_id in ids.items()}
     return {name: f"job {ids[name]} {job.state.lower()}" for name, job in jobs.items() if job and not job.is_over}

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dist_transformer.cluster.queue import job_now, jobs_of, known_jobs, seconds_of
+from dist_transformer.cluster.queue import jobs_of, known_jobs, seconds_of
 from dist_transformer.cluster.run_ref import newest_job_id, own_job
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.slurm import is_job_id
@@ -113,10 +113,9 @@ def busy_problems(run_dir: RunDir) -> list[str]:
     note, of_owner = read_record_patiently(run_dir.job), read_record_patiently(run_dir.owner).get("job")
     newest = newest_job_id(run_dir) or ""
     ids = [*filter(is_job_id, [note.get("job_id"), *note.get("stages", {}).values(), newest, of_owner])]
-    known = {} if sbatch_problems() else {each: job for each, job in known_jobs(ids).items() if own_job(job, run_dir)}
-    hidden = None if newest in known or sbatch_problems() or not may_be_hidden(run_dir, newest) else job_now(newest)
-    jobs = [*known.values(), own_job(hidden, run_dir)]
-    busy = [f"job {job.job_id} already works on it ({job.state})" for job in jobs if job and not job.is_over]
+    known = {} if sbatch_problems() else known_jobs(ids, [newest] if may_be_hidden(run_dir, newest) else [])
+    known = {each: job for each, job in known.items() if own_job(job, run_dir)}
+    busy = [f"job {job.job_id} already works on it ({job.state})" for job in known.values() if not job.is_over]
     return [
         f"run folder {run_dir.path}: {who}; wait for it, end it with "
         f"`dist-transformer stop {run_dir.quoted}`, or choose another run.name"

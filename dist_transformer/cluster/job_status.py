@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.cluster.logs import log_of_run
-from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, known_jobs
+from dist_transformer.cluster.queue import NOT_SHOWN, OVER, WAITING, QueuedJob, job_now, known_jobs
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
 from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, own_job, refuse_unreadable, worked_on
 from dist_transformer.cluster.slurm import SlurmError
@@ -126,7 +126,7 @@ def ask_slurm(target: RunRef) -> Answer:
         return Answer(None, False, f"job {job_id} of this Slurm is not this run's: look on the cluster that has it")
     if job is None and may_be_hidden(target.run_dir, job_id):
         over = job_id in {**read_record(target.run_dir.job).get("stages", {}), "train": ""}.values()  # has no attempts
-        return Answer(None, over, f"Slurm shows no job {job_id}: it is over, or waits, hidden from you: ask its owner")
+        return Answer(None, over, NOT_SHOWN.format(job_id))
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
 
 

@@ -16,6 +16,7 @@ from dist_transformer.cluster.slurm import list_accounted_jobs, list_jobs
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
         "TIMEOUT")  # fmt: skip
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+NOT_SHOWN = "Slurm shows no job {}: it is over, or hidden from you: ask its owner"
 
 _SQUEUE_FORMAT = "%i|%A|%T|%S|%L|%D|%N|%P|%V|%r|%k"
 _SQUEUE_FIELDS = "JobID,JobIDRaw,State,Start,TimeLeft,NNodes,NodeList,Partition,Submit,Reason,Comment"
@@ -80,9 +81,11 @@ def job_now(job_id: str) -> QueuedJob | None:
     return min(jobs_of(job_id), key=lambda job: job.is_over, default=None)
 
 
-def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
-    """The jobs and array tasks among `job_ids` that squeue still knows, from one call."""
-    return {job.job_id: job for job in _in_queue([*dict.fromkeys(job_ids)]) if job.job_id in job_ids}
+def known_jobs(job_ids: Collection[str], hidden: Collection[str] = ()) -> dict[str, QueuedJob]:
+    """The jobs and array tasks among `job_ids` that squeue still knows, from one call; those that it may have `hidden`, and
+    does not show, as sacct knows them."""
+    shown = {job.job_id: job for job in _in_queue([*dict.fromkeys(job_ids)]) if job.job_id in job_ids}
+    return shown | {each: job for each in hidden if each not in shown and (job := job_now(each))}
 
 
 def seconds_of(text: str) -> int | None:

@@ -1,5 +1,6 @@
 """`dist-transformer submit --pipeline` as a person calls it, with Slurm's commands replaced."""
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_text_that_does_not_fit_together_is_told_before_anything_is_renamed(
     shutil.rmtree(root / "teacher" / "slurm")
     before = sorted(root.rglob("*"))
     monkeypatch.setattr(pipeline_module, "run_due", lambda *_: 75)
-    monkeypatch.setattr(pipeline_module, "_jobs_of", lambda _: {})
+    monkeypatch.setattr(pipeline_module, "_jobs_of", lambda *_: {})
     place = f"nodes.teacher.set.data.test={{source: {pipeline.parent}/x, target: {pipeline.parent}/y}}"
     for start in (partial(submit_pipeline, after=(), dry_run=False), run_command):
         with pytest.raises(ConfigError) as caught:
@@ -220,6 +221,32 @@ def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answ
     monkeypatch.setenv("PATH", "")  # as on a machine without Slurm
     with pytest.raises(SystemExit, match="75"):
         run_command(pipeline)
+
+
+def test_the_jobs_of_a_colleague_which_squeue_hides_keep_their_folders(
+    pipeline: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PrivateData=jobs; where the accounts hide them too, nobody can tell them from those that are over."""
+    submit_pipeline(pipeline, [], (), dry_run=False)
+    before, owner = sorted(pipeline.parent.rglob("*")), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    monkeypatch.setattr(pipeline_module, "run_due", lambda *_: 75)
+    line = f"$id|$id|PENDING|Unknown|1|None assigned|main|1795307143|0:0|{owner}|"
+    fake_slurm.program("sacct", f'[[ "$*" =~ --jobs=([0-9]+) ]]; id=${{BASH_REMATCH[1]}}; echo "{line}"')
+    for given in ([], ["nodes.forward.beam=5"]):
+        with pytest.raises(UserError, match=r"job 471[123] pending works on it"):
+            run_command(pipeline, given)
+        with pytest.raises(ConfigError, match=r"(?s)cannot submit:.*forward: job 4712 pending works on it"):
+            submit_pipeline(pipeline, given, (), dry_run=False)
+    status_command(pipeline)
+    assert "| forward | translate | job 4712 pending |" in capsys.readouterr().out
+    added = {path.name for path in {*pipeline.parent.rglob("*")} - {*before}}
+    assert ([path for path in before if not path.exists()], added) == ([], {"sacct"})
+    fake_slurm.program("sacct", "")
+    with pytest.raises(SystemExit, match="75"):
+        run_command(pipeline, ["nodes.forward.beam=5"])
+    said = capsys.readouterr().err
+    assert "warning: node forward: Slurm shows no job 4712: it is over, or hidden from you: ask its owner" in said
 
 
 def test_a_job_finds_the_text_of_a_configuration_that_has_a_folder_of_its_own(

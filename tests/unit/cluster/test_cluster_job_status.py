@@ -309,7 +309,7 @@ def test_a_job_that_slurm_does_not_show_is_over_only_if_it_was_ones_own_or_recor
         if record:
             add_lines(run_dir.attempts, {"time": NOW, "job": "5", "attempt": 0, **record})
         found = of(run_dir)
-        assert ("it is over, or waits, hidden from you: ask its owner" in found["warnings"][0]) is may_wait
+        assert ("it is over, or hidden from you: ask its owner" in found["warnings"][0]) is may_wait
         assert (found["next"] is None) is may_wait
 
 

@@ -348,10 +348,7 @@ def test_a_job_of_another_user_that_slurm_may_hide_is_told_before_a_second_one_i
     owner = run_dir.job.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     assert submit(_plan(run_dir)) == {"train": "4713"}
-    assert (
-        "warning: Slurm shows no job 4712: it is over, or waits, hidden from you: ask its owner"
-        in capsys.readouterr().err
-    )
+    assert "warning: Slurm shows no job 4712: it is over, or hidden from you: ask its owner" in capsys.readouterr().err
 
 
 def test_without_sbatch_the_user_is_told_where_to_go(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
