@@ -149,10 +149,10 @@ def load_delivery_state(path: Path, run_name: str, run_id: str | None = None) ->
 
 @contextmanager
 def local_files_refused() -> Iterator[None]:
-    """Context in which a missing or unreadable local file raises CannotBeSent, because waiting would not help."""
+    """Context in which a missing local file raises CannotBeSent; one that is closed to this user may be open to another."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CannotBeSent(f"{type(error).__name__}: {error}") from None
 
 

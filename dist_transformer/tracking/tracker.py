@@ -255,7 +255,7 @@ def _insisting(send: Callable[[], Delivery], target: outbox.Target, what: str) -
             return send()
         except outbox.FolderTrouble as trouble:
             raise UserError(
-                f"{what} cannot be sent: {trouble}\nExpected a run folder that this user may write, which records what "
+                f"{what} cannot be sent: {trouble}\nExpected a run folder that this user may read and write, which records what "
                 "MLflow has. Run the command as the owner of the folder, or mend its disk"
             ) from trouble
         except outbox.ServerTrouble as trouble:

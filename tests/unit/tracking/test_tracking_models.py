@@ -1,6 +1,7 @@
 """Model folders in MLflow, on a real sqlite store: uploaded once, loaded again, registered once, with an alias."""
 
 import ast
+import errno
 import importlib.metadata
 import json
 import shutil
@@ -31,7 +32,7 @@ from dist_transformer.interop.model_folder import ModelInformation, TokenizerFil
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking import mlflow_models, pyfunc_folder
+from dist_transformer.tracking import messages, mlflow_models, pyfunc_folder
 from dist_transformer.tracking.messages import folder_digest
 from dist_transformer.tracking.outbox import ServerRefused
 from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
@@ -364,6 +365,22 @@ def test_a_model_folder_that_cannot_be_read_does_not_end_training(
     (finished.model / "config.json").write_text("{")
     assert client.get_run(deliver(finished)).info.status == "FINISHED"
     assert f"MLflow does not get the model {finished.model}" in caplog.text
+
+
+def test_a_model_that_this_user_may_not_read_waits_for_one_who_may(
+    finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(file: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    given = (settings_of(None), finished.path.parent)
+    TimedTracker(finished, given[0], "a run", given[1], UID).model_written(finished.model)
+    with monkeypatch.context() as of_a_colleague:
+        of_a_colleague.setattr(messages, "file_sha256", closed)
+        with pytest.raises(UserError, match=r"(?s)Permission denied: .*config.json'.*may read and write"):
+            sync(finished, *given)
+    assert sync(finished, *given).events == 1
+    assert only_model(client, run_id_of(finished)).status == "READY"
 
 
 def test_a_server_that_answers_gets_more_time_for_a_model(
