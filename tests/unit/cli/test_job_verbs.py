@@ -80,12 +80,30 @@ def test_a_job_of_another_user_that_squeue_hides_is_not_submitted_again(
     assert submitted == [(run_dir.path, [])]
 
 
+def test_stop_of_a_waiting_job_that_slurm_refuses_leaves_no_file(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    """It is a colleague's, and would end as soon as it starts."""
+    slurm.answers("squeue", job_line("5", "PENDING", "Priority"))
+    slurm.answers("scancel", code=1, stderr="scancel: error: Kill job error on job id 5: Access/permission denied")
+    assert "Access/permission denied" in refusal("stop", run_dir.path)
+    assert not run_dir.stop_file.exists()
+
+
+def test_cancel_says_that_slurm_may_hide_a_colleagues_job(
+    slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.has_forgotten()
+    owner = run_dir.job.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    said = "nothing is cancelled: Slurm shows no job 5: it is over, or hidden from you: ask its owner"
+    assert said in refusal("cancel", run_dir.path)
+
+
 def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDir) -> None:
     make_run(run_dir.path, state="stopped")
     slurm.answers("squeue", job_line("5", "COMPLETED"))
     assert "nothing to stop: job 5 is over (COMPLETED)" in refusal("stop", run_dir.path)
     slurm.has_forgotten()
-    assert "nothing to stop: Slurm does not know job 5 of this run (any more)" in refusal("stop", run_dir.path)
+    assert "nothing to stop: Slurm does not know job 5 (any more)" in refusal("stop", run_dir.path)
     assert "nothing to stop: it does not run" in refusal("stop", make_run(run_dir.path.parent / "b", "failed").path)
     assert not run_dir.stop_file.exists()
 
@@ -147,7 +165,7 @@ def test_what_brings_a_node_of_a_pipeline_back_is_its_pipeline(slurm: FakeSlurm,
 
 def test_cancel_says_what_there_is_not_to_cancel(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "FAILED"))
-    assert "nothing to cancel: job 5 is over (FAILED)" in refusal("cancel", run_dir.path)
+    assert "nothing is cancelled: job 5 is over (FAILED)" in refusal("cancel", run_dir.path)
     alone = make_run(run_dir.path.parent / "alone")
     assert "has no job to cancel: it was not given to Slurm; `stop` works on it" in refusal("cancel", alone.path)
 
@@ -178,7 +196,7 @@ def test_another_job_with_the_id_of_a_runs_job_is_left_alone(
     document = json.loads(call("status", foreign.path, "--json").stdout)
     assert (document["job"], document["state"], document["warnings"]) == (None, "running", [why])
     assert "PENDING" not in call("list", foreign.path.parent).stdout
-    assert "Slurm does not know job 5 of this run (any more)" in refusal("cancel", foreign.path)
+    assert f"nothing is cancelled: {why}" in refusal("cancel", foreign.path)
     assert why in call("stop", foreign.path).stderr
     assert foreign.stop_file.exists()
     assert slurm.arguments("scancel") == []
