@@ -125,8 +125,9 @@ def busy_problems(run_dir: RunDir) -> list[str]:
 
 def after_problems(after: Sequence[str]) -> Iterator[str]:
     """Yields a problem for each job to wait for that has not ended well, or that Slurm does not know and would not wait for."""
+    unknown = "shown neither by squeue nor by sacct (forgotten, hidden from you, or no answer of sacct)"
     for job_id in () if sbatch_problems() else after:
-        states = {job.state if job.is_over else "COMPLETED" for job in jobs_of(job_id)} or {"not there (any more)"}
+        states = {job.state if job.is_over else "COMPLETED" for job in jobs_of(job_id)} or {unknown}
         for bad in states - {"COMPLETED"}:  # what is not over may still end well
             yield f"after: job {job_id} is {bad}: expected one that waits, runs or has ended well: leave out what has"
 

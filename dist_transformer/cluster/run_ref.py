@@ -36,7 +36,7 @@ def find_run(text: str, root: Path) -> RunRef:
     if not is_job_id(text):
         raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
     try:
-        found, known = _folder_by_comment(text), "Slurm knows no run folder of it"
+        found, known = _folder_by_comment(text), "squeue and sacct show no run folder of it"
     except SlurmError as error:
         found, known = None, f"Slurm could not be asked ({str(error).splitlines()[0].partition(';')[0]})"
     moved = None if found and is_run_folder(found) else _folder_by_files(text, root)

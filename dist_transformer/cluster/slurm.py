@@ -84,11 +84,11 @@ def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
 def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
     """One line of `sacct` for each part of the job, fields separated by "|", times as unix seconds.
 
-    Empty where there is no accounting, or where it does not answer: it is optional, and nothing relies on it.
+    Empty where there is no accounting, or where it does not answer in time: it is optional, and nothing relies on it.
     """
     with suppress(SlurmError):
         command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={_checked(job_id)}"]
-        return _lines(_call([*command, f"--format={fields}"]))
+        return _lines(_call([*command, f"--format={fields}"], seconds=15))  # where its database hangs it takes 40
     return []
 
 

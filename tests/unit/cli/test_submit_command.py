@@ -81,7 +81,7 @@ def test_the_jobs_of_a_chain_are_printed_in_their_order(
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (None, "job 9 is not there (any more)"),
+        (None, "job 9 is shown neither by squeue nor by sacct (forgotten, hidden from you, or no answer of sacct)"),
         ("FAILED", "job 9 is FAILED"),
         ("COMPLETED", None),
         ("PENDING", None),

@@ -1,6 +1,8 @@
 """What squeue and sacct write, in every version, becomes the same thing."""
 
 import os
+import subprocess
+from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm, answer, job_line
@@ -182,6 +184,20 @@ def test_a_job_that_squeue_hides_is_over_only_if_the_accounts_say_so_and_ones_ow
     ):
         slurm.answers("sacct", f"5|5|{state}|Unknown|1|None assigned|main|1795307143|0:0|{uid}|")
         assert [(job.is_over, job.reason) for job in jobs_of("5")] == [(is_over, reason)]
+
+
+def test_accounts_that_hang_are_not_waited_for(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.has_forgotten()
+    run = subprocess.run
+
+    def hangs(command: list[str], **how: Any) -> Any:
+        if command[0] != "sacct":
+            return run(command, **how)
+        assert how["timeout"] is not None, "sacct is waited for"
+        raise subprocess.TimeoutExpired(command, how["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert jobs_of("5") == []
 
 
 def test_without_slurm_the_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

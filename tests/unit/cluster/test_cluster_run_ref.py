@@ -81,7 +81,7 @@ def test_an_earlier_job_is_found_by_its_attempts_also_without_slurm(
         ("nothing", "nothing: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4"),
         (
             "77",
-            "job 77: Slurm knows no run folder of it, and no run in .* was submitted as it; give its folder, or --root",
+            "job 77: squeue and sacct show no run folder of it, and no run in .* was submitted as it; give its folder, or --root",
         ),
     ],
 )
