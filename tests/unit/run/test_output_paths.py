@@ -205,6 +205,20 @@ def test_what_another_user_has_closed_of_a_run_is_told_before_the_first_step(
         check_run_folder(run_dir)
 
 
+def test_an_output_whose_label_another_user_has_closed_is_told_as_closed_and_not_as_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("README.md", "config.json"):
+        (tmp_path / name).write_text("{}")
+    owner = tmp_path.owner()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "config.json")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match=rf"config.json belongs to {owner}: ask for access \(chmod\)"):
+        check_output(tmp_path, "a model folder", lambda path: False)
+    with pytest.raises(UserError, match="is there already"):
+        check_output(tmp_path, "a folder that is new in any case")
+
+
 def test_a_closed_path_is_told_with_its_owner_or_that_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
