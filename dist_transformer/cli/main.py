@@ -166,7 +166,7 @@ def run_as_command(run: Callable[[], object]) -> None:
         say(f"dist-transformer: {message}")
         _leave(message.exit_code)
     except RuntimeError as error:
-        from dist_transformer.distributed.group import exit_code_of, explain, is_of_another
+        from dist_transformer.distributed.causes import exit_code_of, explain, is_of_another
         from dist_transformer.training.memory import is_out_of_memory
 
         cause = explain(error)

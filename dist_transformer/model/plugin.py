@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.distributed.group import explain
+from dist_transformer.distributed.causes import explain
 from dist_transformer.errors import DistTransformerError, UserError
 from dist_transformer.model.transformer import JoinedShape, Transformer
 from dist_transformer.plugins import Plugin, call, error_of

@@ -16,7 +16,7 @@ import torch
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.schema import Config
 from dist_transformer.data.prepare.progress import prepare_for_training
-from dist_transformer.distributed import group
+from dist_transformer.distributed import causes, group
 from dist_transformer.distributed.group import Ranks, has_gpus
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, DataError, MachineError, UserError, say
@@ -80,11 +80,11 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         is_theirs = is_misplaced(error) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
         raise (UserError if is_theirs else MachineError)(message) from error
     except Exception as error:  # noqa: BLE001  (the last handler: reports and leaves, so that the other ranks can)
-        cause = group.explain(error)  # short if this rank only lost another one, whose message must stay visible
+        cause = causes.explain(error)  # short if this rank only lost another one, whose message must stay visible
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         say(f"{_name_of(ranks)} failed: {said}")
-        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=group.is_of_another(cause))
-        leave(group.exit_code_of(cause))
+        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1], is_told=causes.is_of_another(cause))
+        leave(causes.exit_code_of(cause))
     lock.release()
     group.leave()
     return code

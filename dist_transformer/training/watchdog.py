@@ -5,7 +5,8 @@ import os
 import threading
 import time
 
-from dist_transformer.distributed.group import Ranks, exit_code_of_victim
+from dist_transformer.distributed.causes import exit_code_of_victim
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import EXIT_HANG, say
 from dist_transformer.processes.stop_request import STOPPED_SECONDS
 

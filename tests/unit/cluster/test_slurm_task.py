@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.cluster.requeue import first_failure
-from dist_transformer.distributed.group import exit_code_of_victim
+from dist_transformer.distributed.causes import exit_code_of_victim
 from dist_transformer.package_data import share_folder
 
 

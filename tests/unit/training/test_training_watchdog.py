@@ -16,7 +16,8 @@ import torch
 from running import NOT_INHERITED, free_port, without
 
 from dist_transformer.cli import main
-from dist_transformer.distributed.group import LastCollective, exit_code_of, explain, is_of_another
+from dist_transformer.distributed.causes import exit_code_of, explain, is_of_another
+from dist_transformer.distributed.group import LastCollective
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.training.memory import is_out_of_memory
 from dist_transformer.training.watchdog import Watchdog
@@ -34,6 +35,7 @@ with Watchdog(1, ranks) as watchdog:
 LOSING_EACH_OTHER = """
 import datetime, os, sys, torch
 from dist_transformer.distributed import group
+from dist_transformer.distributed.causes import explain
 from dist_transformer.training.watchdog import Watchdog
 ranks = group.join(60)  # to start may take one of them longer than the limit of what follows
 ranks.barrier()
@@ -44,7 +46,7 @@ if ranks.rank == 1:
 try:
     {first}
 except RuntimeError as error:
-    print(group.explain(error), flush=True)
+    print(explain(error), flush=True)
     print(ranks.last.text(), flush=True)
 os._exit(7)
 """
