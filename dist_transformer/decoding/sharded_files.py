@@ -1,13 +1,7 @@
 """Translation of a large file in parts, by any number of processes on any machines that see the same disk.
 
-The lines are cut into chunks, whose size depends only on the number of lines. Until the output is complete, there is a
-folder next to it:
-
-    OUTPUT.parts/plan.json     the plan: input, models, search
-    OUTPUT.parts/0000000.txt   the translations of chunk 0, written atomically
-
-The process that finishes the last part joins all of them into OUTPUT, stores the plan as OUTPUT.plan.json, and removes
-the folder. So a new start finds all finished parts, whichever process wrote them.
+docs/translate.md says what lies in OUTPUT.parts and when. Chunks depend only on the number of lines, so that a new start
+finds all finished parts, whichever process wrote them.
 """
 
 import hashlib

@@ -1,12 +1,7 @@
-"""Import and export of the tokenizer of Hugging Face's Marian folders.
+"""Import and export of the tokenizer of Hugging Face's Marian folders: docs/interop.md.
 
-Marian: `vocab.json` numbers the pieces of both languages; `source.spm` and `target.spm` cut text, and their own ids
-are not used. A piece of a text that vocab.json lacks is the unknown piece. A language code (`>>fra<<`) at the
-beginning of a text is one piece, whatever the sentencepiece model says.
-
-Here: two sentencepiece models whose ids are those of vocab.json, so that nothing else is needed. Pieces that vocab.json
-lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. Some
-differences remain for unusual text; docs/interop.md lists them.
+Marian numbers the pieces of both languages in `vocab.json`. Here: two sentencepiece models with these ids, so that nothing
+else is needed. Pieces that vocab.json lacks, the unknown piece there, come after the others, each with a copy of its row.
 """
 
 import json

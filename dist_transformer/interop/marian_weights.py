@@ -1,8 +1,7 @@
 """Conversion of weights between this package's Transformer and Hugging Face's MarianMTModel.
 
-Three things differ. Names. Marian has queries, keys and values as three matrices, we as one. And Marian's positions are
-all sines, then all cosines, ours alternate sine and cosine, so that the axis of d_model is in another order: our entry
-2i is Marian's i, our 2i + 1 Marian's d_model / 2 + i. Reordering that axis in every tensor makes the models equal.
+Names differ, Marian has queries, keys and values as three matrices, and its positions are all sines, then all cosines, so
+that the axis of d_model is in another order: our entry 2i is Marian's i, our 2i + 1 Marian's d_model / 2 + i.
 
 Axes: V vocabulary, D model.
 """

@@ -1,9 +1,6 @@
 """Extension of a model's vocabulary: new pieces at the end of a sentencepiece model, and rows for them in the weights.
 
-Existing ids stay the same, and other text is cut as before. A new piece is kept as one piece at any place of a text,
-also within a word; one that begins with a blank, `▁Wetter`, only at the beginning of a word; and `New▁York` is two words.
-
-Its row begins as the mean of the rows of the pieces it was cut into before (Gee et al., 2022, "Fast Vocabulary Transfer").
+docs/finetuning.md says what a new piece matches, and how its row begins.
 
 rows of a vocabulary of 13 pieces, 3 of them new:   0 .. 9 as before | 10 11 12 means | 13 14 15 as padding, up to 16
 """

@@ -1,15 +1,7 @@
-"""Share of its time that a job keeps despite failures, in closed form, and the best save interval.
+"""Share of its time that a job keeps despite failures, in closed form, and the best save interval: docs/scaling.md.
 
-An attempt begins with `restart_seconds` and then trains; every `interval` seconds of training it stops for
-`save_seconds`, and the copy is a complete checkpoint `write_seconds` later. Failures occur at random with the mean M of
-the job, also while it starts. A failure loses what no complete checkpoint holds. Its nodes are held until it is
-detected; then the job waits in the queue, without nodes. At `limit_seconds` the attempt saves and loses nothing.
-
-With period P = interval + save, an attempt without limit keeps on average interval x exp(-(restart + write) / M) /
-(exp(P / M) - 1) and takes M: with write, detect and requeue 0 this is the complete model of Daly (2006).
-
-    J. W. Young: A first order approximation to the optimum checkpoint interval. CACM 17 (1974)
-    J. T. Daly: A higher order estimate of the optimum checkpoint interval for restart dumps. FGCS 22 (2006)
+With period P = interval + save and a mean M between failures, an attempt without limit keeps on average interval x
+exp(-(restart + write) / M) / (exp(P / M) - 1) and takes M: with write, detect and requeue 0 this is the model of Daly (2006).
 """
 
 import math
@@ -22,7 +14,7 @@ INTERVALS_LOOKED_AT = 400
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of one job, in seconds; the top of this file explains each.
+    """Conditions of one job, in seconds; docs/scaling.md explains each.
 
     Attributes:
         between_failures_seconds: mean of the whole job: a node's mean divided by the number of nodes.

@@ -1,11 +1,7 @@
 """Useful share of a run's node-hours on each number of nodes: collectives, ranks that wait for each other, failures.
 
-    a step = slowest rank's micro-batches + collectives + update (step_time.py)
-    efficiency = a rank's micro-batches / a step;   useful share of node-hours = efficiency x kept share (failures.py)
-
-The times of micro-batches are assumed log-normal around their mean and independent: a rank with many lanes varies less
-than one with few, and the slowest of n ranks is E[max] = integral of z-quantiles x d(Phi(z)^n). The sum of a rank's
-lanes is approximated as log-normal of the same mean and variance (Fenton 1960).
+docs/scaling.md has the model. The slowest of n ranks takes E[max] = integral of z-quantiles x d(Phi(z)^n); the sum of a
+rank's lanes is approximated as log-normal of the same mean and variance (Fenton 1960).
 """
 
 import math

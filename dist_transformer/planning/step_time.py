@@ -1,14 +1,7 @@
-"""Time of a step: arithmetic of the GPUs, the collectives that it does not hide, then the update.
+"""Time of a step: arithmetic of the GPUs, the collectives that it does not hide, then the update: docs/scaling.md.
 
-    FLOPs per token and matrix element: 6 (2 forward, 4 backward; 8 if layers are recomputed in the backward pass)
-    all-reduce of B bytes over n ranks on a ring: 2 (n - 1) / n x B / bandwidth + 2 (n - 1) x latency; half for the others
-    sent in a step, in bytes of weights W and gradients G, as observed on 2 ranks:
-        ZeRO 0: all-reduce G;  1: reduce-scatter G, all-gather W;  2: reduce-scatter G per micro-batch, all-gather W;
-        ZeRO 3: reduce-scatter G and 2 all-gathers W per micro-batch; offload: all-reduce G (2: per micro-batch), all-gather W
-
-In stages 0 to 2 gradients are sent in the backward pass, as they come, and weights are gathered in the forward pass, as
-they are needed (training/engine/gradient_exchange.py). What cannot be hidden: the gradient of the source embedding, which
-comes last, and its weights, which are needed first. Stage 3 and offload hide nothing.
+A token takes 6 FLOPs per matrix element (2 forward, 4 backward), 8 if layers are recomputed in the backward pass. What each
+stage sends was observed on 2 ranks; offload all-reduces gradients (stage 2 for each micro-batch) and all-gathers weights.
 """
 
 from dataclasses import dataclass, replace

@@ -1,11 +1,7 @@
 """Text files of the pairs of the training corpora that the rules of data.filters keep, and of those that they drop.
 
-    OUT/NAME.<language>     kept pairs, a file a language (.source, .target of one alone): without tags, markup repaired
-    OUT/NAME.dropped.tsv    dropped pairs: rule, number of the pair in the corpus from 1, source, target
-    OUT/clean.json          counts, written last: a folder that has one is complete
-
-Rules that need the tokens are left to `prepare`. The files are made in OUT/.clean, which one process holds locked, and
-renamed when all are complete; the command begins anew if it was killed.
+docs/data.md names the files; clean.json is written last: a folder that has one is complete. They are made in OUT/.clean,
+which one process holds locked, and renamed when all are complete; the command begins anew if it was killed.
 """
 
 import os

@@ -1,12 +1,10 @@
-"""Pairs that repeat earlier ones, exactly or nearly, in bounded memory.
+"""Pairs that repeat earlier ones, exactly or nearly, in bounded memory: docs/data.md.
 
 Each chunk of a corpus leaves the keys of its pairs (see sentences.py), and their signatures where they are needed, in
-files that are compared a partition of the range of keys at a time. Of pairs that are alike the first in the order of the
-corpora stays, so the result does not depend on which process read which chunk.
+files that are compared a partition of the range of keys at a time.
 
 Near-duplicates are found by MinHash with locality-sensitive hashing: four bytes of a signature are a band, and pairs with
-an equal band are compared by their whole signatures with the first and with the last pair before that has it. (Signatures
-by datasketch take seven times as long, more than all other rules together.)
+an equal band are compared by their whole signatures with the first and with the last pair before that has it.
 """
 
 import math
