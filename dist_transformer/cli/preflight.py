@@ -31,7 +31,7 @@ def preflight_command(
         raise UserError(f"--tolerance: expected a share above 0 and at most 1, got {tolerance:g}; give another")
     if num_ranks_given():
         end = time.monotonic() + seconds
-        from dist_transformer.preflight.measure import limit_own_time, measure
+        from dist_transformer.preflight.benchmarks import limit_own_time, measure
 
         limit_own_time(seconds)
         code = measure(folder, run_folder or folder, end)

@@ -76,7 +76,7 @@ def test_a_node_from_which_rank_0_is_not_reached_is_named_by_that(tmp_path):
     program = """
 import sys, time
 from pathlib import Path
-from dist_transformer.preflight.measure import _measure_together
+from dist_transformer.preflight.benchmarks import _measure_together
 record = {"node": "n2", "versions": {}, "measures": {}, "together": "was not done with joining the others"}
 sys.exit(_measure_together(record, Path(sys.argv[1]), time.monotonic() + 3))
 """
@@ -89,7 +89,7 @@ sys.exit(_measure_together(record, Path(sys.argv[1]), time.monotonic() + 3))
 
 def test_a_rank_that_hangs_in_a_call_is_ended_by_the_kernel(tmp_path):
     code = (
-        "import sys; from dist_transformer.preflight.measure import limit_own_time; limit_own_time(1);"
+        "import sys; from dist_transformer.preflight.benchmarks import limit_own_time; limit_own_time(1);"
         "import torch\nwhile True: torch.ones(1)"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=240, env=dict(os.environ), check=False)

@@ -24,7 +24,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare import chunks, preparation
 from dist_transformer.data.sources.corpus import read_corpus, scan_corpus
 from dist_transformer.data.sources.files import COMPRESSIONS
-from dist_transformer.data.sources.tables import LONE_SURROGATE
+from dist_transformer.data.sources.lines import LONE_SURROGATE
 from dist_transformer.errors import DataError
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.sources import remote
+from dist_transformer.data.sources.lines import ChooseColumns
 from dist_transformer.data.sources.readers import Pairs, ReaderChain
-from dist_transformer.data.sources.tables import ChooseColumns
 from dist_transformer.data.sources.text import Texts, decoded, is_text, text_column
 from dist_transformer.errors import DataError
 

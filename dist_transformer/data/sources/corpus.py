@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.paths import is_address
-from dist_transformer.data.sources import arrow
+from dist_transformer.data.sources import arrow, lines
 from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, demo_pairs
 from dist_transformer.data.sources.files import corpus_name, find_corpus_files, for_each_file, table_kind
-from dist_transformer.data.sources.lines import aligned_reader, scan_aligned, scan_file, tsv_reader
 from dist_transformer.data.sources.readers import PairReader, Reader, ReaderChain
 from dist_transformer.data.sources.remote import named_errors, retried_remote
-from dist_transformer.data.sources.tables import ColumnNames, csv_reader, jsonl_reader, valid_pairs
 from dist_transformer.data.sources.text import Texts, normalized, tag_prefix, tagged
 from dist_transformer.errors import DataError
 from dist_transformer.plugins import ReadPairs, call, find
@@ -102,7 +100,7 @@ def read_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None = None) 
 
 
 def scan_corpus(
-    corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = lambda lines: None
+    corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = lambda number: None
 ) -> int | None:
     """Reads local text files once, before the preparation; returns the number of rows, None if it is unknown.
 
@@ -116,7 +114,7 @@ def scan_corpus(
     if files.source:
         if any(map(is_address, files.every())):
             return None
-        return sum(scan_aligned(*pair, refuse, progress) for pair in zip(files.source, files.target, strict=True))
+        return sum(lines.scan_aligned(*pair, refuse, progress) for pair in zip(files.source, files.target, strict=True))
     counts: list[int | None] = [*for_each_file(arrow.count_parquet_rows, _hub_files(corpus) if corpus.hub else ())]
     counts += [_scan_table(file, corpus, data, progress) for file in files.path]
     return sum(count or 0 for count in counts) if counts and None not in counts else None
@@ -154,10 +152,10 @@ def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Cal
         return None
     if kind == "arrow":
         return arrow.count_arrow_rows(file)
-    lines = scan_file(file, data.filters_of(corpus).bad_encoding == "raise", progress)
+    count = lines.scan_file(file, data.filters_of(corpus).bad_encoding == "raise", progress)
     by_name = corpus.columns and not all(column.isdecimal() for column in corpus.columns)
     has_header = kind == "csv" or (kind == "tsv" and by_name)
-    return max(0, lines - 1) if has_header else lines
+    return max(0, count - 1) if has_header else count
 
 
 def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
@@ -172,7 +170,7 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
         name = corpus_name(corpus, data)
         yield arrow.TableReader(name, _hub_tables(corpus, name), _column_chooser(corpus, data), drop)
     for source, target in zip(files.source, files.target, strict=True):
-        yield aligned_reader(source, target, drop)
+        yield lines.aligned_reader(source, target, drop)
     for file in (*files.path, *of_hub):  # parquet of the Hub too: its row groups are skipped unread
         yield _table_reader(file, corpus, data)
 
@@ -213,25 +211,29 @@ def _plugin_reader(given: str, drop: bool) -> PairReader[tuple[str, str]]:
 
 
 def _reader_of(items: Iterator[tuple[str, str]], refused_at: str | None = None) -> PairReader[tuple[str, str]]:
-    return PairReader(items, lambda first, pairs: valid_pairs(pairs, refused_at, first))
+    return PairReader(items, lambda first, pairs: lines.valid_pairs(pairs, refused_at, first))
 
 
 def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
     drop = data.filters_of(corpus).bad_encoding == "drop"
     kind = table_kind(file)
     if kind == "tsv":
-        return tsv_reader(file, corpus.columns or ("0", "1"), drop)
-    readers: dict[str, Callable[..., Reader]]
-    readers = {"csv": csv_reader, "jsonl": jsonl_reader, "parquet": arrow.parquet_reader, "arrow": arrow.arrow_reader}
+        return lines.tsv_reader(file, corpus.columns or ("0", "1"), drop)
+    readers: dict[str, Callable[..., Reader]] = {
+        "csv": lines.csv_reader,
+        "jsonl": lines.jsonl_reader,
+        "parquet": arrow.parquet_reader,
+        "arrow": arrow.arrow_reader,
+    }
     return readers[kind](file, _column_chooser(corpus, data), drop)
 
 
-def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[str], str], ColumnNames]:
+def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> lines.ChooseColumns:
     wanted = corpus.columns or data.languages_of(corpus)
     nested = (f"translation.{wanted[0]}", f"translation.{wanted[1]}")
     candidates = [wanted] if corpus.columns else [wanted, nested]
 
-    def choose(existing: list[str], name: str) -> ColumnNames:
+    def choose(existing: list[str], name: str) -> lines.ColumnNames:
         for pair in candidates:
             if all(column in existing for column in pair):
                 if twice := [column for column in pair if existing.count(column) > 1]:

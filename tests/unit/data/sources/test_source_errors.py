@@ -11,7 +11,7 @@ import pytest
 from source_helpers import PACKERS, pack
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
-from dist_transformer.data.sources import tables
+from dist_transformer.data.sources import lines as files_of_lines
 from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import COMPRESSIONS, corpus_fingerprint
 from dist_transformer.errors import DataError
@@ -246,7 +246,7 @@ def test_a_number_of_too_many_digits_is_named(tmp_path: Path):
 
 
 def test_a_cell_above_the_limit_is_named_with_its_likely_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tables, "MOST_CHARACTERS_OF_A_CELL", 1000)
+    monkeypatch.setattr(files_of_lines, "MOST_CHARACTERS_OF_A_CELL", 1000)
     (tmp_path / "t.csv").write_text('en,de\none,"eins\n' + "two,zwei\n" * 200)
     with pytest.raises(
         DataError, match=r"field limit \(1000\)\. .*above 1,000 characters mostly lacks its closing quote"
