@@ -35,8 +35,7 @@ VERBS = {
 """The verbs in groups. Each is VERB_command in VERB.py of this folder, but for those below."""
 FILES = {"simulate": "plan", "stop": "jobs", "cancel": "jobs", "resume": "jobs", "list": "status", "stacks": "logs",
          "compare": "report", "rerank": "score", "demo-corpus": "demo", "ui": "tracking_verbs", "prepare": "data_verbs",
-         **dict.fromkeys(("export", "import"), "interop_verbs"),
-         **dict.fromkeys(("average", "verify"), "checkpoint_verbs")}  # fmt: skip
+         **dict.fromkeys(("average", "export", "extend-vocabulary", "import", "verify"), "model_verbs")}  # fmt: skip
 APPS = {"pipeline": "pipeline", "data": "data_verbs", "config": "config_verbs", "track": "tracking_verbs"}
 """Verbs that have verbs of their own: `app` in these files."""
 

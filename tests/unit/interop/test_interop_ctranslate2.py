@@ -16,7 +16,7 @@ from marian_folders import demo_sentences, make_marian_folder
 from model_choices import CHOICES
 from tokenised_models import make_model_folder
 
-from dist_transformer.cli.interop_verbs import Quantization
+from dist_transformer.cli.model_verbs import Quantization
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer

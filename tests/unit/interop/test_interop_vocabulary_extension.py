@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dist_transformer.cli.extend_vocabulary import extend_vocabulary_command
+from dist_transformer.cli.model_verbs import extend_vocabulary_command
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
