@@ -41,17 +41,19 @@ def score_command(
     from dist_transformer.decoding.loaded_model import load_models, model_folder_of
     from dist_transformer.decoding.scoring import score_pairs
     from dist_transformer.decoding.sharded_files import LineReader, same_lines
+    from dist_transformer.distributed.group import device_of_rank
 
     lines, translations = LineReader(source), LineReader(target)
     num_sources = same_lines(source, target)
-    most = search_settings(model, max_source_tokens=max_source_tokens).max_source_tokens
+    settings = search_settings(model, max_source_tokens=max_source_tokens)
     write_utf8()
-    loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
+    loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))], settings)
     sources = noting_tags(model, (lines.read(number, 1)[0] for number in range(num_sources)))
     pairs = ((text, translations.read(number, 1)[0]) for number, text in enumerate(sources))
     total, num_tokens, num_longer = 0.0, 0, 0
     files = None if too_long == "lowest" else f"{source} and {target}, "
-    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device, most, files):
+    longest = settings.max_source_tokens
+    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, device_of_rank(), longest, files):
         known = [value for value in found if value != -math.inf]
         total, num_tokens, num_longer = total + sum(known), num_tokens + len(known), num_longer + (not known)
         if as_json:

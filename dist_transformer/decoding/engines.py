@@ -1,28 +1,17 @@
 """Models opened for search: by our own search, or by CTranslate2 if it is installed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
-from dist_transformer.decoding.loaded_model import load_models, model_folder_of
+from dist_transformer.decoding.loaded_model import Search, load_models, model_folder_of
 from dist_transformer.distributed.group import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import is_exported
 from dist_transformer.interop.model_folder import tokenizer_files
-from dist_transformer.model.search_interface import Engine, Searcher
-from dist_transformer.model.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class Search:
-    """A searcher with its tokenizer; `models`: the models of our own search, none for CTranslate2."""
-
-    searcher: Searcher
-    tokenizer: Tokenizer
-    models: list[Transformer]
+from dist_transformer.model.search_interface import Engine
 
 
 def folders_of(engine: Engine, given: Sequence[Path]) -> list[Path]:
@@ -37,8 +26,7 @@ def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfi
     """Loads the models of `folders_of`; `plugin` as for `load_model_folder`. Raises UserError: a folder is incomplete,
     the models do not fit together, or CTranslate2 is missing or cannot do it."""
     if engine == "torch":
-        loaded = load_models(folders, plugin)
-        return Search(loaded.searcher(settings), loaded.tokenizer, loaded.models)
+        return load_models(folders, settings, plugin)
     (folder,) = folders
     files = tokenizer_files(folder)
     tokenizer = Tokenizer.load(files.source, files.target)

@@ -16,6 +16,7 @@ from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.distributed.group import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
+from dist_transformer.model.search_interface import Searcher
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.attempts import warn_of_age
 from dist_transformer.run.folder import RunDir
@@ -25,16 +26,12 @@ os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 @dataclass(frozen=True)
-class LoadedModels:
-    """Models that translate together, in eval mode on `device`, and their common tokenizer."""
+class Search:
+    """A searcher with its tokenizer; `models`: the models of our own search, in eval mode, none for CTranslate2."""
 
-    models: list[Transformer]
+    searcher: Searcher
     tokenizer: Tokenizer
-    device: torch.device
-
-    def searcher(self, settings: DecodingConfig) -> TorchSearcher:
-        """Searcher of our own with these models."""
-        return TorchSearcher(self.models, self.tokenizer.special, settings, self.device)
+    models: list[Transformer]
 
 
 def model_folder_of(path: Path) -> Path:
@@ -57,9 +54,9 @@ def model_folder_of(path: Path) -> Path:
     )
 
 
-def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedModels:
-    """Loads model folders, on a GPU if there is one; `plugin` as for `load_model_folder`. Raises UserError: a folder is
-    incomplete, or the models have different tokenizers."""
+def load_models(folders: Sequence[Path], settings: DecodingConfig, plugin: str | None = None) -> Search:
+    """Loads model folders for our own search, on a GPU if there is one; `plugin` as for `load_model_folder`. Raises
+    UserError: a folder is incomplete, or the models have different tokenizers."""
     loaded, device = [load_model_folder(folder, plugin) for folder in folders], device_of_rank()
     for folder, other in zip(folders[1:], loaded[1:], strict=True):
         if _pieces(other) != _pieces(loaded[0]):
@@ -81,19 +78,19 @@ def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedMod
     models = [
         each.model.to(device) if each.config.plugin else packed_for_decoding(each.model.to(device)) for each in loaded
     ]
-    return LoadedModels(models, tokenizer, device)
+    return Search(TorchSearcher(models, tokenizer.special, settings, device), tokenizer, models)
 
 
 class LoadedTranslator:
     """Translates lines with the model of a folder, on a GPU if there is one."""
 
     def __init__(self, folder: Path, settings: DecodingConfig) -> None:
-        loaded, self._settings = load_models([folder]), settings.model_copy(update={"n_best": 1})
-        self._searcher, self._tokenizer = loaded.searcher(self._settings), loaded.tokenizer
+        self._settings = settings.model_copy(update={"n_best": 1})
+        self._search = load_models([folder], self._settings)
 
     def translate(self, lines: Iterable[str]) -> Iterator[str]:
         """Yields one translation per line, in order; empty lines stay empty."""
-        for best, *_ in translate_lines(self._searcher, self._tokenizer, lines, self._settings):
+        for best, *_ in translate_lines(self._search.searcher, self._search.tokenizer, lines, self._settings):
             yield best.text
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
-from dist_transformer.decoding.engines import Search
+from dist_transformer.decoding.loaded_model import Search
 from dist_transformer.decoding.translate import Translation, translate_lines
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.model.transformer import Transformer

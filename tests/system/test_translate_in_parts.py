@@ -20,7 +20,8 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
 from dist_transformer.decoding import sharded_files, translate
 from dist_transformer.decoding import translate_file as cli_translate_file
-from dist_transformer.decoding.engines import Search, open_search
+from dist_transformer.decoding.engines import open_search
+from dist_transformer.decoding.loaded_model import Search
 from dist_transformer.decoding.translate_file import translate_file
 from dist_transformer.decoding.translation_lines import Task
 from dist_transformer.errors import EXIT_REQUEUE, UserError
