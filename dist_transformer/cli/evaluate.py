@@ -173,17 +173,9 @@ def scored(
 ) -> Scored:
     """Translates a corpus of a run, or files, and scores the translation.
 
-    A run folder keeps scores, translations and references in evaluation/. Raises UserError: there is no model, or
-    nothing to score.
-
-    Args:
-        source, references: files in place of the corpus, both or neither; a model folder needs them.
-        metric: a further measure, of the user's own.
-        plugin: code of the model, see `load_model_folder`.
-        modified: modifiers; each is applied to every line of the corpus, which is scored once more.
-        keep: false: nothing is written.
-        language: code of the target language of the files; else it is the model's.
-        settings: of the search, in place of the run's.
+    A run folder keeps scores, translations and references in evaluation/, unless `keep` is false. The other arguments are
+    the options of `evaluate_command`; `settings` are those of the search. Raises UserError: there is no model, or nothing to
+    score.
     """
     if (source is None) != (not references):
         raise UserError("--source and --reference belong together: give both, or neither")

@@ -1,12 +1,7 @@
 """A model folder, for translating, sharing and registering a model. No pickles, nothing executed on loading.
 
-model/
-  model.safetensors   fp32 weights by parameter name, tied ones once
-  config.json         format, ModelConfig, vocabularies, special ids, languages, training step
-  source.model        the sentencepiece model of the source, or of both languages if they share one
-  target.model        the sentencepiece model of the target, if they do not
-  plugin.py           a copy of the file that `model.plugin` names, to be read: it is executed only if the user names it
-  README.md           the model card; older folders have none
+docs/interop.md lists its files. Besides: plugin.py, a copy of the file that `model.plugin` names, to be read: it is executed
+only if the user names it; and README.md, the model card, which older folders lack.
 """
 
 import errno

@@ -1,8 +1,7 @@
 """Checks of the paths that a command writes to. Nothing that belongs to a user is removed or overwritten.
 
-The rule, for every command: a path where nothing is, or an empty folder or file, is free (rests of a kill do not count).
-An existing output that its label shows to be of this program, and of the kind to be written, is replaced; other files in
-it stay. All other paths are refused, before anything is computed. Devices and pipes are written to, as any program does.
+docs/architecture.md, "Files of users", has the rule, for every command: a path is free, is an output of this program of the
+kind to be written, or is refused before anything is computed.
 """
 
 import errno

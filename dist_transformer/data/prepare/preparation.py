@@ -8,11 +8,8 @@
     shuffle     shard by shard: one range of the keys of a corpus gathered from all its spill files
     end         one process for all: report (report.py), manifest.json
 
-Chunks and ranges are claimed as in claims.py; a killed preparation resumes with those that have no result.
-`manifest.json` is written last: a folder that has one is complete. Memory is bounded by one chunk or shard in each
-process for any size of corpus, and the result does not depend on the number of processes.
-
-With data.on_the_fly parquet files are read in place, and the shards of other training corpora contain text.
+Chunks and ranges are claimed as in claims.py; a killed preparation resumes with those that have no result. docs/data.md has
+the user's view. `manifest.json` is written last: a folder that has one is complete.
 """
 
 import logging

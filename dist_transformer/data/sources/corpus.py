@@ -1,8 +1,7 @@
 """Reads any corpus in order, in batches of text: aligned files, tables, Hub datasets, the demonstration corpus.
 
-The only adapter of Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is not
-used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles. Files of all formats are read
-here: so messages name the line, skipped rows cost little, and every format has the same rules.
+The only adapter of Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches; docs/architecture.md says
+why it shuffles nothing, and why files of all formats are read here.
 """
 
 import os

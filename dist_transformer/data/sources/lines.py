@@ -2,8 +2,7 @@ r"""Exact readers of files of lines: aligned text, tsv, jsonl, and csv, whose qu
 
 A line ends only at "\n", every byte is accounted for, and every cell stays text (`12`, `NA` and `2020-01-01` too). The text
 reader of `datasets` cuts lines where Python's `splitlines` does (at U+2028, form feeds and others), which would shift one side
-against the other; neither it nor those of Arrow and pandas name the line of a bad byte, or skip unwanted rows unparsed. In a
-tsv a quote is text, and a lone CR does not end a row.
+against the other. In a tsv a quote is text, and a lone CR does not end a row.
 """
 
 import csv
