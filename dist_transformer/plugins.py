@@ -1,10 +1,6 @@
-"""Plug-ins: code of the user's own for one setting, in a file or module outside of this package.
+"""Plug-ins: code of the user's own for one setting, in a file or module outside of this package: docs/plugins.md.
 
-    model: {plugin: "my_model.py:build"}       a file, relative to the working directory, and a name in it
-    model: {plugin: "my_package.models:build"} an importable module
-    model: {plugin: my_model}                  an entry point of the group `dist_transformer`
-
-A check reads the file and executes nothing; `load` executes it. docs/plugins.md is the user's page.
+A check reads the file and executes nothing; `load` executes it.
 """
 
 import ast

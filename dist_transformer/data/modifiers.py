@@ -1,8 +1,7 @@
 """Modifiers: changes of pairs in training, so that a model also translates other case, typos, noise and inline tags.
 
-Whether and how a row is changed depends only on the seed, the row and the number of the pass over its corpus: it is the
-same on any ranks, lanes and loader processes, and after a resume. A modifier takes (source, target, draw), where draw gives
-numbers in [0, 1), and returns both sides; markup, such as <b>, it leaves as it is.
+docs/data.md says what each does, and on what it depends. A modifier takes (source, target, draw), where draw gives numbers
+in [0, 1), and returns both sides; markup, such as <b>, it leaves as it is.
 """
 
 import re

@@ -1,8 +1,4 @@
-"""Lines too long to be translated at once: they are cut into parts, whose translations are joined.
-
-A line is cut in two at the end of sentence nearest to its middle, else at a space, else anywhere; and its halves again,
-until each part is short enough. Tags at its beginning (<2de>, >>deu<<, __de__) are put before every part.
-"""
+"""Lines too long to be translated at once: they are cut into parts, whose translations are joined: docs/translate.md."""
 
 import re
 import unicodedata

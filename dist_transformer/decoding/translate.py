@@ -143,10 +143,6 @@ class _Part:
     source: list[int]
     prefix: list[int]
 
-    @property
-    def input(self) -> SearchInput:
-        return SearchInput(self.source, self.prefix, self.line + NUMBERS_OF_A_PART * self.number)
-
 
 def _with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Iterator[tuple[str, str]]:
     if prefixes is None:
@@ -218,7 +214,8 @@ def _cut(
 
 def _search(searcher: Searcher, tokenizer: Tokenizer, batch: Sequence[_Part]) -> Iterator[list[Translation]]:
     """Yields the translations of each part, the best first."""
-    for hypotheses in searcher.search([part.input for part in batch]):
+    inputs = [SearchInput(each.source, each.prefix, each.line + NUMBERS_OF_A_PART * each.number) for each in batch]
+    for hypotheses in searcher.search(inputs):
         yield [
             # A vocabulary of bytes can produce a line break.
             Translation(tokenizer.decode_target(h.tokens).replace("\n", " "), h.tokens, h.score, h.log_probability)

@@ -1,9 +1,6 @@
-"""A model folder as a model of CTranslate2, a program for fast translation on CPUs and GPUs.
+"""A model folder as a model of CTranslate2, or as a package of Argos Translate: docs/interop.md.
 
-The exported folder holds CTranslate2's own files and, for the text, our sentencepiece models and
-`dist_transformer.json`. Its vocabulary names each row of the model by its piece: input and output are pieces.
-
-A package of Argos Translate is a zip with CTranslate2's files, the sentencepiece model and metadata.
+Its vocabulary names each row of the model by its piece: input and output are pieces.
 """
 
 import inspect

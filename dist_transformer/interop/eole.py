@@ -1,8 +1,6 @@
-"""Import of encoder-decoder models of Eole: a folder with config.json, vocab.json, model.00.safetensors and two tokenizers.
+"""Import of encoder-decoder models of Eole: docs/interop.md.
 
-Eole reads a source without an end of sentence. The imported source tokenizer therefore names padding as its end, and
-nothing attends to padding. What Eole computes was read from eole/encoders, decoders and modules, version 0.6.4: layers with the
-norm before, the paper's positions, and biases where the settings ask for them; those that it lacks are zero here.
+What Eole computes was read from eole/encoders, decoders and modules, version 0.6.4; biases that a model lacks are zero here.
 """
 
 from collections.abc import Mapping

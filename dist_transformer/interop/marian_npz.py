@@ -1,8 +1,7 @@
-"""Import and export of Marian's own models: model.npz with its settings, vocabularies, and decoder.yml.
+"""Import and export of Marian's own models: docs/interop.md.
 
-Marian's tensors are ours by other names: matrices (input, output), vectors (1, D). `special:model.yml` in the .npz holds
-its settings, `decoder.yml` the names of the files. What Marian computes was read from src/models/transformer.h and
-src/layers of marian-nmt/marian-dev, version 1.12; `model.positions: marian` computes the same.
+Marian's tensors are ours by other names: matrices (input, output), vectors (1, D). What Marian computes was read from
+src/models/transformer.h and src/layers of marian-nmt/marian-dev, version 1.12; `model.positions: marian` computes the same.
 """
 
 import zlib

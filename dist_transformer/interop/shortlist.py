@@ -1,9 +1,7 @@
-"""The shortlist of a model for CTranslate2: a vocabulary map, vmap.txt, made from a lexicon of token translations.
+"""The shortlist of a model for CTranslate2 (docs/interop.md): a vocabulary map, vmap.txt, made from a lexicon of tokens.
 
-A line is a source token, a tab, and target tokens; that of no source token has those of every translation. CTranslate2
-computes the output layer of the tokens in the lines of a batch's sentences only. As in Marian's `lex` shortlists they are the
-`FREQUENT` most frequent ones, the `BEST` likeliest translations of each source token, and that token itself: with 500
-frequent ones more translations are as without, BLEU is the same (benchmarks/results/2026-11-25-shortlist.md).
+A line is a source token, a tab, and target tokens; that of no source token has those of every translation. With 500 frequent
+tokens more translations are as without, BLEU is the same (benchmarks/results/2026-11-25-shortlist.md).
 """
 
 from collections.abc import Sequence
