@@ -117,11 +117,7 @@ def word_alignment(
     model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation
 ) -> list[tuple[int, int]]:
     """Pairs (word in `line`, word of the translation) for each word of the translation; words are separated by spaces
-    and counted from 0.
-
-    As the layer average of Garg et al. (2019), "Jointly Learning to Align and Translate": the mean of the cross-attention
-    over the heads of the last layer but one. The weights of a word's pieces are summed, and each target word is aligned
-    to the source word with the greatest sum.
+    and counted from 0. It is the layer average of Garg et al. (2019): docs/translate.md, "Output formats".
     """
     if not translation.text.split() or not line.split():
         return []

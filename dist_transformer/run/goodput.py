@@ -3,8 +3,7 @@
     submitted    began       training     died        noticed       began       training      ended
        | queue     | start      | steps ...  | detection  | queue      | start      | steps ...   |
 
-Read from history.jsonl (starts and ends), metrics.jsonl (the steps that stayed, with their pauses) and, under Slurm,
-attempts.jsonl. A start that died says nothing of its end: the next one records when its heartbeat was seen last.
+docs/training.md says of what it is made, and what each class counts.
 """
 
 import math
