@@ -185,9 +185,13 @@ def extend_vocabulary_command(
 ) -> None:
     """Add pieces to the vocabulary of a trained model, each with the mean of the rows of the pieces it was cut into."""
     from dist_transformer.decoding.loaded_model import model_folder_of
+    from dist_transformer.decoding.sharded_files import numbered_lines
     from dist_transformer.interop.model_folder import load_model_folder
 
-    asked = [*(pieces or []), *(_lines(pieces_file) if pieces_file is not None else [])]
+    asked = [*(pieces or [])]
+    if pieces_file is not None:
+        lines = (line.removeprefix(BYTE_ORDER_MARK).strip() for line in numbered_lines(pieces_file))
+        asked += filter(None, lines)
     if not asked:
         raise UserError("there is no piece to add: give --pieces '<bt>', any number of times, or --pieces-file FILE")
     check_output(output, "a model folder")
@@ -202,13 +206,6 @@ def extend_vocabulary_command(
     target = [f"tokenizer.target_model={output / 'target.model'}"] if loaded.tokenizer_files.target is not None else []
     settings = [f"tokenizer.source_model={output / 'source.model'}", *target, f"training.init_from={output}"]
     print(f"fine-tune it with: {shlex.join(settings)}")
-
-
-def _lines(path: Path) -> list[str]:
-    from dist_transformer.decoding.sharded_files import numbered_lines
-
-    lines = (line.removeprefix(BYTE_ORDER_MARK).strip() for line in numbered_lines(path))
-    return [line for line in lines if line]
 
 
 def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Path) -> list[str]:

@@ -71,7 +71,10 @@ def submit_run(
         SlurmError: sbatch failed.
     """
     submission, slurm = checked_submission(run, overrides, stages, after, dry_run=dry_run)
-    size = _size_in_words(slurm) if "train" in stages else ""
+    nodes = f"{slurm.nodes} node{'s' if slurm.nodes > 1 else ''}"
+    ranks = f"{slurm.ranks_per_node} rank{'s' if slurm.ranks_per_node > 1 else ''}"
+    gpus = "one GPU each" if slurm.gpus_per_node else "CPUs only (slurm.gpus_per_node is 0)"
+    size = f"{nodes} x {ranks}, {gpus}, time limit {slurm.time_limit}" if "train" in stages else ""
     if dry_run:
         print(f"# {size}\n\n" if size else "", end="")
         print(submission.listing)
@@ -115,13 +118,6 @@ def read_job_ids(given: Sequence[str]) -> tuple[str, ...]:
 def _listed(given: Any) -> list[Any]:
     """The elements; of one text, or of what has none, a list of None."""
     return [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [None]
-
-
-def _size_in_words(slurm: SlurmConfig) -> str:
-    nodes = f"{slurm.nodes} node{'s' if slurm.nodes > 1 else ''}"
-    ranks = f"{slurm.ranks_per_node} rank{'s' if slurm.ranks_per_node > 1 else ''}"
-    gpus = "one GPU each" if slurm.gpus_per_node else "CPUs only (slurm.gpus_per_node is 0)"
-    return f"{nodes} x {ranks}, {gpus}, time limit {slurm.time_limit}"
 
 
 def _report(submission: Submission, ids: dict[str, str], size: str) -> None:

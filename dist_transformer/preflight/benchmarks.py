@@ -65,7 +65,9 @@ def measure(folder: Path, run_folder: Path, end: float) -> int:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": versions(),
         "measures": {
-            **counts(),
+            "gpus": torch.cuda.device_count(),
+            "gpus_expected": int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
+            "cpus": len(os.sched_getaffinity(0)),
             **memory(device),
             "matmul_tflops": matmul_tflops(device),
         },
@@ -143,15 +145,6 @@ def memory(device: torch.device) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info(device)
         found |= {"gpu_memory_free_gb": free / 1e9, "gpu_memory_total_gb": total / 1e9}
     return found
-
-
-def counts() -> dict[str, float]:
-    """Numbers of visible GPUs, of GPUs allocated by Slurm, and of usable CPUs."""
-    return {
-        "gpus": torch.cuda.device_count(),
-        "gpus_expected": int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
 
 
 def _write_and_read(path: Path, content: bytes) -> tuple[float, float]:
