@@ -33,7 +33,7 @@ VERBS = {
     "Look": ("status", "list", "logs", "stacks", "verify", "report", "compare", "config", "track", "ui"),
 }
 """The verbs in groups. Each is VERB_command in VERB.py of this folder, but for those below."""
-FILES = {"simulate": "plan", "stop": "jobs", "cancel": "jobs", "resume": "jobs", "list": "status", "stacks": "logs",
+FILES = {"simulate": "plan", "stop": "submit", "cancel": "submit", "resume": "submit", "list": "status", "stacks": "logs",
          "compare": "report", "rerank": "score", "demo-corpus": "demo", "ui": "tracking_verbs", "prepare": "data_verbs",
          **dict.fromkeys(("average", "export", "extend-vocabulary", "import", "verify"), "model_verbs")}  # fmt: skip
 APPS = {"pipeline": "pipeline", "data": "data_verbs", "config": "config_verbs", "track": "tracking_verbs"}

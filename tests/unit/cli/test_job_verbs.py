@@ -10,7 +10,7 @@ from called_verbs import call, refusal
 from fake_slurm import FakeSlurm, job_line
 from watched_run import beat, make_run
 
-from dist_transformer.cli import jobs as jobs_module
+from dist_transformer.cli import submit as submit_module
 from dist_transformer.cluster.checks import busy_problems
 from dist_transformer.cluster.submit import note_job
 from dist_transformer.run.folder import RunDir
@@ -215,7 +215,7 @@ def test_the_job_of_a_run_folder_that_was_moved_is_still_its_own(slurm: FakeSlur
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
     calls: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(jobs_module, "submit_run", lambda run, overrides: calls.append((run, overrides)))
+    monkeypatch.setattr(submit_module, "submit_run", lambda run, overrides: calls.append((run, overrides)))
     return calls
 
 
