@@ -98,7 +98,7 @@ def run(command: Sequence[object], folder: Path, seconds: float, **variables: st
 
 
 def _kernels(folder: Path, seconds: float) -> str:
-    tests = [sys.executable, "-m", "pytest", "-q", TESTS / "unit" / "model" / "test_gpu_kernels.py"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", TESTS / "unit" / "model" / "test_gpu_kernels.py"]
     said = run(tests, folder, seconds, DIST_TRANSFORMER_TEST_GPUS=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     return f"{said.strip().splitlines()[-1]}, against torch in fp64."
 

@@ -41,6 +41,8 @@ def test_a_part_that_fails_is_written_down_and_the_others_go_on(
         return acceptance.run([sys.executable, "-c", "import time; time.sleep(60)"], folder, 0.2)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    kernels = acceptance._kernels
+    monkeypatch.setattr(acceptance, "_kernels", lambda folder, seconds: kernels(folder, 600))  # a CPU may be busy
     monkeypatch.setattr(acceptance, "_matrix", lambda folder, seconds: "| a table |")
     monkeypatch.setattr(acceptance, "_resume", lost)
     monkeypatch.setattr(acceptance, "_preflight", late)
