@@ -195,7 +195,8 @@ def _jobs_of(pipeline: Pipeline, states: Mapping[str, State]) -> dict[str, str]:
     folders = {name: RunDir(pipeline.folder(name)) for name in pipeline.nodes}
     noted = {name: read_record(run_dir.job) for name, run_dir in folders.items()}
     ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
-    hidden = {name: job_id for name, job_id in ids.items() if job_id and may_be_hidden(folders[name], job_id)}
+    due = [name for name, state in states.items() if state.is_due and ids[name]]
+    hidden = {name: ids[name] for name in due if may_be_hidden(folders[name], ids[name])}
     known = known_jobs([*filter(None, ids.values())], hidden.values())
     for name, job_id in hidden.items():
         if job_id not in known and states[name].restarts:

@@ -29,7 +29,7 @@ _REFUSALS = {
     "Unable to contact": "the controller does not answer: submit again later",
     "configuration (source|file)": "sbatch has no configuration: correct SLURM_CONF, or submit from a login node",
     "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
-    "Invalid (account|qos)": "correct slurm.sbatch (account, qos) by `sacctmgr show assoc user=$USER format=account,qos`",
+    "Invalid (account|qos)": "correct slurm.sbatch (account, partition, qos): `sacctmgr show assoc user=$USER`",
     "Invalid node name": "correct slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a lost node, delete it",
 }
 

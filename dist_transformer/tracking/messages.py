@@ -114,7 +114,7 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
     from dist_transformer.tracking import mlflow_models
 
     folder = run_dir.path / event["path"]
-    with local_files_refused():
+    with local_files_refused(folder):
         _refuse_links_out(folder, files_of(folder))
     is_own = folder.resolve().is_relative_to(run_dir.path.resolve())
     if not is_own and not all((folder / name).is_file() for name in ("config.json", "model.safetensors")):
@@ -154,7 +154,7 @@ def folder_digest(folder: Path) -> str:
     Raises CannotBeSent if the folder is gone.
     """
     digest = hashlib.sha256()
-    with local_files_refused():
+    with local_files_refused(folder):
         for file in (each for each in files_of(folder) if each != folder / "README.md"):
             digest.update(f"{file.relative_to(folder)} {file_sha256(file)}\n".encode())
     return digest.hexdigest()

@@ -178,7 +178,7 @@ class TrackedRun:
             self.set_tags({TABLES_TAG: json.dumps([*tables, entry])})
 
     def log_file(self, file: Path) -> None:
-        with translated_errors(), outbox.local_files_refused(), artifact_errors():
+        with translated_errors(), outbox.local_files_refused(file), artifact_errors():
             self.client.log_artifact(self.run_id, str(file))
 
     def describe(self, text: str) -> None:

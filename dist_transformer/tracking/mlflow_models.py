@@ -68,7 +68,7 @@ def log_model(run: TrackedRun, model: Model) -> None:
     Raises ServerRefused if the model is to be registered and cannot translate: then nothing is uploaded.
     """
     shutil.rmtree(model.upload, ignore_errors=True)  # left by an upload that was killed
-    with local_files_refused():
+    with local_files_refused(model.folder):
         megabytes = megabytes_of(model.folder)
     if megabytes > UPLOAD_MEGABYTES:
         log_reference(run, _name(model.folder), _parameters(model), (), "model")
@@ -91,7 +91,7 @@ def _log_and_register(run: TrackedRun, model: Model) -> None:
         found = run.client.search_model_versions(f"name = '{model.register_as}' AND run_id = '{run.run_id}'")
         version = next((each for each in found if each.tags.get(DIGEST_TAG) == model.sha256), None)
     if not is_complete or (model.register_as and version is None):
-        with local_files_refused(), pyfunc_folder(model.folder, model.decoding, model.upload) as folder:
+        with local_files_refused(model.folder), pyfunc_folder(model.folder, model.decoding, model.upload) as folder:
             if model.register_as:
                 check_translates(folder)
             if logged is None or not is_complete:

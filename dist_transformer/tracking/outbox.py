@@ -11,6 +11,7 @@ channel is in order and has its own offset, so that quick events do not wait for
 """
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -148,12 +149,15 @@ def load_delivery_state(path: Path, run_name: str, run_id: str | None = None) ->
 
 
 @contextmanager
-def local_files_refused() -> Iterator[None]:
-    """Context in which a missing local file raises CannotBeSent; one that is closed to this user may be open to another."""
+def local_files_refused(ours: Path | None = None) -> Iterator[None]:
+    """Context in which a missing or closed local file raises CannotBeSent, because waiting would not help. One that is closed
+    to this user at or below `ours` may be open to another user of the run: FolderTrouble, so that its event waits."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CannotBeSent(f"{type(error).__name__}: {error}") from None
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        closed = Path(os.fsdecode(error.filename or "")) if isinstance(error, PermissionError) else Path()
+        waits = ours is not None and closed.is_relative_to(ours)
+        raise (FolderTrouble if waits else CannotBeSent)(f"{type(error).__name__}: {error}") from None
 
 
 def megabytes_of(folder: Path) -> float:

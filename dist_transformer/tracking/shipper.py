@@ -96,12 +96,16 @@ class Shipper:
     def _deliver_to(self, run: "TrackedRun", channels: Sequence[str]) -> Delivery:
         began, points = self._state.outbox_offset, 0
         arrived: set[int] = set()
+        trouble: outbox.FolderTrouble | None = None
         while (found := self._next_event(channels)) is not None:
             channel, event, end = found
             if channel != "words":
                 points += self._send_points(run)  # sent before the end of the run and before any upload
             try:
                 self._send_event(run, self._without_overridden(event, end), channel)
+            except outbox.FolderTrouble as waits:  # a file is closed to this user: its channel waits, others go on
+                trouble, channels = waits, [each for each in channels if each != channel]
+                continue
             except outbox.ServerTrouble:
                 self._send_points(run)  # an event that must wait does not delay the curves
                 raise
@@ -111,7 +115,10 @@ class Shipper:
             arrived.add(end)
         if self._state.outbox_offset != began:
             self._save()
-        return Delivery(run.run_id, points + self._send_points(run), len(arrived))
+        points += self._send_points(run)
+        if trouble is not None:
+            raise trouble
+        return Delivery(run.run_id, points, len(arrived))
 
     def _next_event(self, channels: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""

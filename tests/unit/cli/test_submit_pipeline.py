@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -242,6 +243,9 @@ def test_the_jobs_of_a_colleague_which_squeue_hides_keep_their_folders(
     assert "| forward | translate | job 4712 pending |" in capsys.readouterr().out
     added = {path.name for path in {*pipeline.parent.rglob("*")} - {*before}}
     assert ([path for path in before if not path.exists()], added) == ([], {"sacct"})
+    read = read_pipeline(pipeline)
+    done = {name: replace(state, is_due=False) for name, state in states_of(read).items()}
+    assert pipeline_module._jobs_of(read, done) == {}, "the accounts are not asked for the jobs of nodes that are done"
     fake_slurm.program("sacct", "")
     with pytest.raises(SystemExit, match="75"):
         run_command(pipeline, ["nodes.forward.beam=5"])

@@ -63,8 +63,8 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
         ("fatal: Unable to process configuration file", "correct SLURM_CONF, or submit from a login node"),
         ("fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.", "slurm.sbatch (partition, qos, mem, gres)"),
         ("Batch job submission failed: Invalid account or account/partition combination specified",
-         "correct slurm.sbatch (account, qos) by `sacctmgr"),
-        ("Batch job submission failed: Invalid qos specification", "correct slurm.sbatch (account, qos) by `sacctmgr"),
+         "correct slurm.sbatch (account, partition, qos): `sacctmgr"),
+        ("Batch job submission failed: Invalid qos specification", "correct slurm.sbatch (account, partition, qos): `sacctmgr"),
         ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a lost node, delete it"),
     ],
 )  # fmt: skip

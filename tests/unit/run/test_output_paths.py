@@ -217,6 +217,14 @@ def test_an_output_whose_label_another_user_has_closed_is_told_as_closed_and_not
         check_output(tmp_path, "a model folder", lambda path: False)
     with pytest.raises(UserError, match="is there already"):
         check_output(tmp_path, "a folder that is new in any case")
+    with pytest.raises(UserError, match="is there already"):
+        check_output(tmp_path, "a report", lambda path: False, is_file=True)
+
+
+def test_a_link_to_nowhere_is_no_file_that_another_user_has_closed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="is there already"):
+        check_output(tmp_path, "a model folder", lambda path: False)
 
 
 def test_a_closed_path_is_told_with_its_owner_or_that_of_its_folder(

@@ -31,10 +31,16 @@ from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.metrics_log import MetricsLog, add_event
 from dist_transformer.tracking import messages, mlflow_models, pyfunc_folder
 from dist_transformer.tracking.messages import folder_digest
-from dist_transformer.tracking.outbox import ServerRefused
+from dist_transformer.tracking.outbox import (
+    CannotBeSent,
+    FolderTrouble,
+    ServerRefused,
+    ServerTrouble,
+    local_files_refused,
+)
 from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
 from dist_transformer.tracking.tracker import BUSY_SECONDS, log_model, sync
 
@@ -381,6 +387,31 @@ def test_a_model_that_this_user_may_not_read_waits_for_one_who_may(
             sync(finished, *given)
     assert sync(finished, *given).events == 1
     assert only_model(client, run_id_of(finished)).status == "READY"
+
+
+def test_a_file_that_this_user_may_not_read_does_not_keep_the_model_from_mlflow(
+    finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(_client: MlflowClient, _run_id: str, path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    given = (settings_of(None), finished.path.parent)
+    add_event(finished.tracking_events, "profile", {"path": "profile.json"})
+    (finished.path / "profile.json").write_text("{}")
+    TimedTracker(finished, given[0], "a run", given[1], UID).model_written(finished.model)
+    with monkeypatch.context() as of_a_colleague:
+        of_a_colleague.setattr(MlflowClient, "log_artifact", closed)
+        with pytest.raises(UserError, match=r"(?s)Permission denied: .*profile.json'.*may read and write"):
+            sync(finished, *given)
+    assert only_model(client, run_id_of(finished)).status == "READY"
+    assert sync(finished, *given).events == 1
+
+
+def test_a_place_that_is_closed_on_the_way_to_mlflow_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    for path, kind in (("/mlflow", CannotBeSent), (str(tmp_path / "model" / "config.json"), FolderTrouble)):
+        with pytest.raises(ServerTrouble) as raised, local_files_refused(tmp_path / "model"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        assert raised.type is kind
 
 
 def test_a_server_that_answers_gets_more_time_for_a_model(
