@@ -115,10 +115,10 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
 
     folder = run_dir.path / event["path"]
     with local_files_refused(folder):
+        is_own = folder.resolve().is_relative_to(run_dir.path.resolve())
+        if not is_own and not all((folder / name).is_file() for name in ("config.json", "model.safetensors")):
+            raise CannotBeSent(f"{folder} is no model folder")
         _refuse_links_out(folder, files_of(folder))
-    is_own = folder.resolve().is_relative_to(run_dir.path.resolve())
-    if not is_own and not all((folder / name).is_file() for name in ("config.json", "model.safetensors")):
-        raise CannotBeSent(f"{folder} is no model folder")
     digest = folder_digest(folder)
     if folder.absolute() == run_dir.model.absolute():
         run.set_tags({"model.path": str(folder.absolute()), "model.sha256": digest})
