@@ -50,10 +50,10 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
             is_folder = stat.S_ISDIR(found.st_mode)
             is_free = not (is_folder or found.st_size) if is_file else holds_only(path)
             if not is_free and ((is_file and is_folder) or not is_own(path)):
-                may_be_own = is_own is not never and is_folder != is_file
-                labels = [*path.iterdir()] if may_be_own and is_folder else [path] * may_be_own
-                if closed := next((str(at) for at in labels if at.exists() and not os.access(at, os.R_OK)), None):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), closed)
+                if is_own is not never and is_folder != is_file:  # its label may be closed to this user
+                    for label in path.iterdir() if is_folder else [path]:
+                        if label.exists() and not os.access(label, os.R_OK):
+                            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(label))
                 own = "" if is_own is never else f", an empty one or {kind} of this program"
                 raise UserError(
                     f"{path}: is there already ({_what_is_there(path, found)}), expected a new path{own}: it is not "

@@ -154,10 +154,11 @@ def local_files_refused(ours: Path | None = None) -> Iterator[None]:
     to this user at or below `ours` may be open to another user of the run: FolderTrouble, so that its event waits."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        closed = Path(os.fsdecode(error.filename or "")) if isinstance(error, PermissionError) else Path()
-        waits = ours is not None and closed.is_relative_to(ours)
-        raise (FolderTrouble if waits else CannotBeSent)(f"{type(error).__name__}: {error}") from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CannotBeSent(f"{type(error).__name__}: {error}") from None
+    except PermissionError as error:
+        is_ours = ours is not None and Path(os.fsdecode(error.filename or "")).is_relative_to(ours)
+        raise (FolderTrouble if is_ours else CannotBeSent)(f"{type(error).__name__}: {error}") from None
 
 
 def megabytes_of(folder: Path) -> float:

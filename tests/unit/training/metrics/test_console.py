@@ -1,4 +1,4 @@
-"""What a start says of a run before its first step."""
+"""The estimates that a start logs before its first step."""
 
 import logging
 
