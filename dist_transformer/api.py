@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cli.arguments import check_ranks, noting_tags, read_run, search_settings
 from dist_transformer.config.loading import load_config as _load_config
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.schema import Config as Config
 from dist_transformer.config.slurm_schema import Stage
+from dist_transformer.decoding.search_settings import noting_tags, search_settings
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from dist_transformer.errors import MachineError as MachineError
 from dist_transformer.errors import UserError as UserError
@@ -20,6 +20,7 @@ from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.evaluations import evaluations_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.read_run import check_ranks, read_run
 from dist_transformer.run.records import read_record, records_of_training
 
 
@@ -202,7 +203,7 @@ def submit(config: Config | str | Path, stages: Sequence[Stage] = ("train",), af
         ConfigError: all problems of the run together.
         UserError: `stages` or `after` is something else, or sbatch refuses the job.
     """
-    from dist_transformer.cli.submit import checked_submission
+    from dist_transformer.cluster.submit import checked_submission
     from dist_transformer.cluster.submit import submit as submit_jobs
 
     with _path_of(config) as path:
@@ -231,12 +232,12 @@ def evaluate(
     Raises:
         UserError: there is no model, nothing to score, only one of `source` and `references`, or a setting has a wrong value.
     """
-    from dist_transformer.cli.evaluate import report_to_mlflow, scored
+    from dist_transformer.decoding.evaluation import evaluate_model, report_to_mlflow
 
     if isinstance(references, str | Path):
         raise UserError(f"references: expected a list of files, got {references!r}; put it in brackets")
     texts = None if source is None else Path(source), [*map(Path, references)]
-    found = scored(Path(folder), split, *texts, **settings)
+    found = evaluate_model(Path(folder), split, *texts, **settings)
     report_to_mlflow(found)
     return found.scores
 

@@ -8,13 +8,13 @@ import typer
 from dist_transformer.cli.arguments import ConfigArgument, Overrides
 from dist_transformer.cluster.checks import memory_problems, start_problems
 from dist_transformer.cluster.profiles import fill_from_profile
+from dist_transformer.config.credentials import tracking_address
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.schema import Config
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError
 from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.run.folder import RunDir
-from dist_transformer.tracking.tracker import address_of
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     if problems := [*memory_problems(checked), *start_problems(checked, run_dir), *first_pairs_problems(checked)]:
         raise ConfigError(problems)
     if checked.tracking.enabled:
-        address_of(checked.tracking)  # raises if the variable holds no address
+        tracking_address(checked.tracking)  # raises if the variable holds no address
     parameters = count_parameters(with_counted_pieces(checked))
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
     print(

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import ConfigArgument, Overrides, RunArgument, read_run, write_utf8
+from dist_transformer.cli.arguments import ConfigArgument, Overrides, RunArgument, write_utf8
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.processes.stop_request import StopRequest
+from dist_transformer.run.read_run import read_run
 
 app = typer.Typer(help="Look at the data of a run, check how it was used, or clean its text.", no_args_is_help=True)
 

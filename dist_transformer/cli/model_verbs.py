@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dist_transformer.cli.arguments import ModelArgument, RunFolder, read_run_folder, write_utf8
+from dist_transformer.cli.arguments import ModelArgument, RunFolder, write_utf8
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
+from dist_transformer.run.read_run import read_run_folder
 from dist_transformer.run.records import read_record
 
 if TYPE_CHECKING:  # at run time this would import torch for every command

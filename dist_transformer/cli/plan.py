@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cli.arguments import Overrides, RunArgument
 from dist_transformer.cluster.checks import time_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.errors import UserError
 from dist_transformer.planning.hardware import Planned, calibrated, hardware_of
+from dist_transformer.run.read_run import read_run
 
 MOST_NODES = 100_000
 LARGEST = 1e18

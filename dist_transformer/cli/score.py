@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from dist_transformer.cli.arguments import EnsembleOption, ModelArgument, noting_tags, search_settings, write_utf8
+from dist_transformer.cli.arguments import EnsembleOption, ModelArgument, write_utf8
+from dist_transformer.decoding.search_settings import noting_tags, search_settings
 from dist_transformer.errors import UserError
 
 _LINE = re.compile(r"(\d+) \|\|\| (.*) \|\|\| log_probability= .*\n(-inf|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")

@@ -2,28 +2,23 @@
 outside."""
 
 import os
-import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import RUNS, Overrides, Root, RunOrJob, read_run
-from dist_transformer.cluster.checks import after_problems
+from dist_transformer.cli.arguments import RUNS, Overrides, Root, RunOrJob
 from dist_transformer.cluster.job_status import Answer, again, ask_slurm
-from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import job_now
 from dist_transformer.cluster.reasons import is_held, waiting_in_words
 from dist_transformer.cluster.run_ref import find_run, own_job
 from dist_transformer.cluster.slurm import cancel_job, release_job
-from dist_transformer.cluster.submit import Submission, plan_submission, submit
-from dist_transformer.config.slurm_schema import STAGES, SlurmConfig, Stage
-from dist_transformer.data.sources.first_pairs import first_pairs_problems
+from dist_transformer.cluster.submit import Submission, checked_submission, read_job_ids, read_stages, submit
+from dist_transformer.config.slurm_schema import STAGES, Stage
 from dist_transformer.errors import UserError
 from dist_transformer.run.status import look_at
-from dist_transformer.tracking.tracker import VARIABLE, address_of
 
 _VERBS = [
     ("watch:", "dist-transformer status FOLDER"),
@@ -141,44 +136,6 @@ def submit_run(
         print(submission.listing)
     else:
         _report(submission, submit(submission), size)
-
-
-def checked_submission(
-    run: Path, overrides: list[str], stages: Sequence[Stage], after: Sequence[str], *, dry_run: bool = False
-) -> tuple[Submission, SlurmConfig]:
-    """Returns the plan of a submission that passed all checks, with its settings; nothing is written. Raises ConfigError:
-    all problems of the run together; UserError: see `read_stages` and `read_job_ids`."""
-    stages, after = read_stages(stages), read_job_ids(after)
-    config, run_dir = read_run(run, overrides)
-    config = fill_from_profile(config)
-    lines = (*config.slurm.setup, *config.slurm.environment)
-    if config.tracking.enabled and not any(VARIABLE in line for line in lines):
-        address_of(config.tracking)  # the job inherits the variable: raises if it holds no address
-    problems = [*first_pairs_problems(config), *(() if dry_run else after_problems(after))]
-    submission = plan_submission(config, run_dir, stages=stages, after=after, problems=problems, dry_run=dry_run)
-    return submission, config.slurm
-
-
-def read_stages(given: Sequence[str]) -> tuple[Stage, ...]:
-    """Returns the stages. UserError: none, another word, another order, one twice, or one text in place of a list."""
-    words = _listed(given)
-    stages = tuple(stage for stage in STAGES if stage in words)
-    if not stages or [*stages] != words:
-        raise UserError(f"stages: expected some of {','.join(STAGES)}, each once and in this order; got {given!r}")
-    return stages
-
-
-def read_job_ids(given: Sequence[str]) -> tuple[str, ...]:
-    """Returns the ids. UserError: one is no text like `12` or `13_4`, or there is one text in place of a list."""
-    ids = _listed(given)
-    if not all(isinstance(each, str) and re.fullmatch(r"[0-9]+(_[0-9]+)?", each) for each in ids):
-        raise UserError(f"after: expected ids of jobs, each a text: 12, or 12 and 13_4; got {given!r}")
-    return tuple(ids)
-
-
-def _listed(given: Any) -> list[Any]:
-    """The elements; of one text, or of what has none, a list of None."""
-    return [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [None]
 
 
 def _report(submission: Submission, ids: dict[str, str], size: str) -> None:

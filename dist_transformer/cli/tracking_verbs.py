@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, RunFolder, read_run_folder
+from dist_transformer.cli.arguments import Overrides, RunFolder
 from dist_transformer.cluster.job_status import status_after_attempt
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import while_nobody_trains
+from dist_transformer.run.read_run import read_run_folder
 from dist_transformer.tracking.final_status import add_untracked, settle, status_said
 
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)

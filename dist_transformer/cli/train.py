@@ -9,7 +9,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, RunArgument, check_ranks, read_run
+from dist_transformer.cli.arguments import Overrides, RunArgument
+from dist_transformer.config.credentials import tracking_address
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.processes import stacks
@@ -17,7 +18,7 @@ from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.processes.launching import importing, num_ranks_given
 from dist_transformer.processes.stop_request import StopRequest, leave
 from dist_transformer.run.folder import RunDir
-from dist_transformer.tracking.tracker import address_of
+from dist_transformer.run.read_run import check_ranks, read_run
 from dist_transformer.training.forked_ranks import run_local_ranks
 
 
@@ -71,7 +72,7 @@ def _read(run: Path, overrides: list[str] | None, num_ranks: int) -> tuple[Confi
     config, run_dir = read_run(run, overrides, check_files=os.environ.get("RANK", "0") == "0")
     check_ranks(config, num_ranks)
     if config.tracking.enabled:
-        address_of(config.tracking)  # raises if the variable holds no address
+        tracking_address(config.tracking)  # raises if the variable holds no address
     return config, run_dir
 
 

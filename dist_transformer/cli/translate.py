@@ -11,6 +11,7 @@ import typer
 
 from dist_transformer.cli import arguments as options
 from dist_transformer.cli.arguments import option_of_search
+from dist_transformer.decoding.search_settings import noting_tags, search_settings
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError, say
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
@@ -78,7 +79,7 @@ def translate_command(
     of_beam = {"beam_size": beam, "length_penalty": length_penalty, "no_repeat_ngram_size": no_repeat_ngram}
     of_draws = {"sampling": sampling, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     limits = {"too_long": too_long, "max_source_tokens": max_source_tokens, "max_tokens": max_tokens}
-    settings = options.search_settings(model, n_best=mbr or n_best, **of_beam, **of_draws, **limits)
+    settings = search_settings(model, n_best=mbr or n_best, **of_beam, **of_draws, **limits)
     if settings.too_long == "split" and alignment:
         raise UserError("--too-long split: a line that is cut has no alignment of its own; drop one of them")
     if engine == "ctranslate2" and alignment:
@@ -101,7 +102,7 @@ def translate_command(
     from dist_transformer.decoding.translation_lines import Task
 
     if source is not None and source.is_file() and os.environ.get("RANK", "0") == "0":
-        list(options.noting_tags(model, islice(numbered_lines(source), LINES_LOOKED_AT)))
+        list(noting_tags(model, islice(numbered_lines(source), LINES_LOOKED_AT)))
     task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin, mbr is not None)
     if source is None or output is None:
         _translate_stream(task)
@@ -128,6 +129,6 @@ def _translate_stream(task: "Task") -> None:
         say("reading lines; Ctrl-D ends the input and starts the translation")
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
-    lines = options.noting_tags(Path(task.models[0]), decoded_lines(sys.stdin.buffer, "standard input"))
+    lines = noting_tags(Path(task.models[0]), decoded_lines(sys.stdin.buffer, "standard input"))
     for text in translated(task, search, lines, prefixes):
         print(text, flush=True)

@@ -1,34 +1,46 @@
 """Submission of a checked configuration: the exact scripts, `sbatch` commands, and files of the run folder.
 
-submission = plan_submission(config, run_dir)   # touches nothing
-job_ids = submit(submission)                    # writes, then calls sbatch
+submission, _ = checked_submission(run, overrides, ["train"], after=[])   # touches nothing
+job_ids = submit(submission)                                              # writes, then calls sbatch
 """
 
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from dist_transformer.cluster.checks import busy_problems, memory_problems, sbatch_problems, submission_problems
+from dist_transformer.cluster.checks import (
+    after_problems,
+    busy_problems,
+    memory_problems,
+    sbatch_problems,
+    submission_problems,
+)
 from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.jobs import Job, job_of
+from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.run_ref import RunRef, newest_job_id
 from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.cluster.slurm import PerhapsSubmitted, SlurmError, submit_script
+from dist_transformer.config.credentials import ADDRESS_VARIABLE, tracking_address
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.schema import Config
-from dist_transformer.config.slurm_schema import Stage
-from dist_transformer.errors import ConfigError, say
+from dist_transformer.config.slurm_schema import STAGES, SlurmConfig, Stage
+from dist_transformer.data.sources.first_pairs import first_pairs_problems
+from dist_transformer.errors import ConfigError, UserError, say
 from dist_transformer.files import replacing, write_json, write_text
 from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import while_nobody_submits
+from dist_transformer.run.read_run import read_run
 from dist_transformer.run.records import read_record_patiently
 from dist_transformer.run.resume_checks import stage_problems
 from dist_transformer.run.snapshot import take_snapshot
@@ -59,6 +71,44 @@ class Submission:
         """Every command and every file, for --dry-run."""
         commands = (f"# command (the files below must be written first)\n{command}\n" for command in self.commands)
         return "\n".join([*commands, *(f"# {path}\n{text}" for path, text in self.files.items())])
+
+
+def checked_submission(
+    run: Path, overrides: list[str], stages: Sequence[Stage], after: Sequence[str], *, dry_run: bool = False
+) -> tuple[Submission, SlurmConfig]:
+    """Returns the plan of a submission that passed all checks, with its settings; nothing is written. Raises ConfigError:
+    all problems of the run together; UserError: see `read_stages` and `read_job_ids`."""
+    stages, after = read_stages(stages), read_job_ids(after)
+    config, run_dir = read_run(run, overrides)
+    config = fill_from_profile(config)
+    lines = (*config.slurm.setup, *config.slurm.environment)
+    if config.tracking.enabled and not any(ADDRESS_VARIABLE in line for line in lines):
+        tracking_address(config.tracking)  # the job inherits the variable: raises if it holds no address
+    problems = [*first_pairs_problems(config), *(() if dry_run else after_problems(after))]
+    submission = plan_submission(config, run_dir, stages=stages, after=after, problems=problems, dry_run=dry_run)
+    return submission, config.slurm
+
+
+def read_stages(given: Sequence[str]) -> tuple[Stage, ...]:
+    """Returns the stages. UserError: none, another word, another order, one twice, or one text in place of a list."""
+    words = _listed(given)
+    stages = tuple(stage for stage in STAGES if stage in words)
+    if not stages or [*stages] != words:
+        raise UserError(f"stages: expected some of {','.join(STAGES)}, each once and in this order; got {given!r}")
+    return stages
+
+
+def read_job_ids(given: Sequence[str]) -> tuple[str, ...]:
+    """Returns the ids. UserError: one is no text like `12` or `13_4`, or there is one text in place of a list."""
+    ids = _listed(given)
+    if not all(isinstance(each, str) and re.fullmatch(r"[0-9]+(_[0-9]+)?", each) for each in ids):
+        raise UserError(f"after: expected ids of jobs, each a text: 12, or 12 and 13_4; got {given!r}")
+    return tuple(ids)
+
+
+def _listed(given: Any) -> list[Any]:
+    """The elements; of one text, or of what has none, a list of None."""
+    return [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [None]
 
 
 def plan_submission(

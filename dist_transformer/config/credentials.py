@@ -8,8 +8,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.config.section import Section
 from dist_transformer.config.yaml_positions import KeyPath, dotted
+from dist_transformer.errors import UserError
+
+ADDRESS_VARIABLE = "MLFLOW_TRACKING_URI"
+"""Variable of MLflow with the address of its server, where `tracking.uri` has none."""
 
 _CERTAIN = "TOKEN|PASSW(OR)?D|PASSPHRASE|SSHPASS|SECRETS?|API_?KEY|(ACCESS|ACCOUNT|SHARED|PRIVATE)_KEY|CONNECTION_STRING|WEBHOOK"
 _SECRET_NAME = re.compile(rf".*({_CERTAIN})(_.*)?")
@@ -151,3 +156,21 @@ def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
     elif isinstance(value, Mapping | list | tuple):
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _texts((*path, key), part)
+
+
+def tracking_address(settings: TrackingConfig) -> str | None:
+    """Returns `settings.uri`, or MLflow's variable (it may hold credentials and is never written); None: sqlite.
+
+    Raises UserError if the variable is set to no address: a run that is meant for a server must go to no other.
+    """
+    said = os.environ.get(ADDRESS_VARIABLE)
+    if settings.uri or said is None:
+        return settings.uri
+    if re.match(r"(?!sqlite[\w+]*:(?!////))[\w+.-]+://.|databricks", said):  # no file relative to a command's folder
+        return said
+    shown = "***" if "@" in said else repr(said)
+    got = shown if said.strip() else "an empty text; was the address to be read from a file that is not there?"
+    raise UserError(
+        f"the variable {ADDRESS_VARIABLE}: expected the address of MLflow, http://HOST:PORT or sqlite:////PATH.db, got {got}\n"
+        f"Set it right, or `unset {ADDRESS_VARIABLE}` to track in the folder of runs (mlflow.db), or set tracking.uri"
+    )

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from dist_transformer.config.credentials import cleaned, without_credentials
+from dist_transformer.config.credentials import cleaned, tracking_address, without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import DecodingConfig, TrackingConfig
 from dist_transformer.errors import UserError
@@ -43,7 +42,6 @@ CLOSE_SECONDS = 10
 BUSY_SECONDS = 60.0
 """Time beyond CLOSE_SECONDS at the end of a finished run for a server that takes data, or the model."""
 
-VARIABLE = "MLFLOW_TRACKING_URI"
 STORE = "mlflow.db"
 
 _WORDS = {"model": "{} model", "languages": "{}", "precision": "{}"}
@@ -269,24 +267,6 @@ def _insisting(send: Callable[[], Delivery], target: outbox.Target, what: str) -
     raise AssertionError("the last attempt returns or raises")
 
 
-def address_of(settings: TrackingConfig) -> str | None:
-    """Returns `settings.uri`, or MLflow's variable (it may hold credentials and is never written); None: sqlite.
-
-    Raises UserError if the variable is set to no address: a run that is meant for a server must go to no other.
-    """
-    said = os.environ.get(VARIABLE)
-    if settings.uri or said is None:
-        return settings.uri
-    if re.match(r"(?!sqlite[\w+]*:(?!////))[\w+.-]+://.|databricks", said):  # no file relative to a command's folder
-        return said
-    shown = "***" if "@" in said else repr(said)
-    got = shown if said.strip() else "an empty text; was the address to be read from a file that is not there?"
-    raise UserError(
-        f"the variable {VARIABLE}: expected the address of MLflow, http://HOST:PORT or sqlite:////PATH.db, got {got}\n"
-        f"Set it right, or `unset {VARIABLE}` to track in the folder of runs (mlflow.db), or set tracking.uri"
-    )
-
-
 def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) -> outbox.Target:
     """Destination of the run's tracking: its address, else the store of its folder of runs.
 
@@ -296,7 +276,9 @@ def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) ->
     here = run_dir.path.absolute().parent
     has_moved = (here / STORE).exists() or not default_store.is_dir()
     root = here if has_moved else default_store
-    return outbox.Target(address_of(settings) or store_uri(root), settings.experiment, root.resolve() / "mlartifacts")
+    return outbox.Target(
+        tracking_address(settings) or store_uri(root), settings.experiment, root.resolve() / "mlartifacts"
+    )
 
 
 def store_uri(root: Path) -> str:

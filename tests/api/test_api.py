@@ -11,7 +11,7 @@ from api_page import PAGE, PROGRAM, page
 from running import Command
 
 import dist_transformer
-from dist_transformer.cli.arguments import search_settings
+from dist_transformer.decoding.search_settings import search_settings
 from dist_transformer.errors import MachineError
 from dist_transformer.files import write_json
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 RUN = ("train", "small.yaml", "run.name=killed-in-mlflow", "tracking.enabled=true", "checkpoints.every_steps=5",
        "checkpoints.keep_last=2", "validation.every_steps=1000000")  # fmt: skip
-PATIENT = with_constants(dict.fromkeys(["cli.status.CORRECTION_SECONDS", "cli.evaluate.TELL_SECONDS"], 240))
+PATIENT = with_constants(dict.fromkeys(["cli.status.CORRECTION_SECONDS", "decoding.evaluation.TELL_SECONDS"], 240))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_scores_of_an_evaluation_are_found_with_the_run(
         "not reported to MLflow: the run is being trained, or its lock cannot be taken; evaluate again when it has ended"
         in said
     )
-    monkeypatch.setattr("dist_transformer.cli.evaluate.TELL_SECONDS", 240)
+    monkeypatch.setattr("dist_transformer.decoding.evaluation.TELL_SECONDS", 240)
     again = evaluate(ended.path, beam_size=2)  # from Python
     history = MlflowClient(tracking_uri=memory["uri"]).get_metric_history(memory["run_id"], "evaluation/test/bleu")
     assert [point.value for point in history] == [scores["bleu"], again["bleu"]]

@@ -114,6 +114,12 @@ def test_only_the_command_line_and_its_python_form_import_slurms_folder():
     }
 
 
+def test_the_python_form_needs_no_command_line():
+    assert {name for name, others in OURS.items() if "cli" in map(folder_of, others)} - {"__main__"} <= {
+        name for name in PATHS if folder_of(name) == "cli"
+    }
+
+
 def test_folders_without_torch_import_none():
     heavy = {name: {each for each in IMPORTS[name] if folder_of(each) in HEAVY} for name in PATHS}
     assert {name: each for name, each in heavy.items() if each and folder_of(name) in WITHOUT_TORCH} == {}

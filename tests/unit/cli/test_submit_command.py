@@ -12,9 +12,10 @@ from fake_slurm import job_line
 import dist_transformer
 from dist_transformer.cli import submit as submit_module
 from dist_transformer.cli.pipeline import submit_pipeline
-from dist_transformer.cli.submit import read_job_ids, read_stages, submit_run
+from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.checks import memory_problems
+from dist_transformer.cluster.submit import read_job_ids, read_stages
 from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError

@@ -17,9 +17,9 @@ from fake_slurm import FakeSlurm, job_line
 from watched_run import NOW, add_lines, beat, make_run, trained
 
 from dist_transformer.cli import logs as logs_module
-from dist_transformer.cli.arguments import noting_tags
 from dist_transformer.cluster.requeue import decide
 from dist_transformer.cluster.run_ref import RunRef
+from dist_transformer.decoding.search_settings import noting_tags
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_json
 from dist_transformer.format import duration

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from config_problems import one_problem_of, problems_of
 
-from dist_transformer.cli.arguments import read_run
 from dist_transformer.config.loading import flatten, load_config, to_yaml, with_absolute_paths
+from dist_transformer.run.read_run import read_run
 
 BASE = """\
 run: {name: test}
