@@ -36,9 +36,18 @@ NORM_PROGRAMS = 1056
 _properties_of = functools.cache(torch.cuda.get_device_properties)  # asked for at each attention
 
 
-@functools.cache
+is_off = False
+"""True: torch's kernels are used alone, as `begin_checks` finds right where a rank of the group has none of ours."""
+
+
 def has_kernels() -> bool:
-    """True if Triton is installed and its kernels run here; else a warning says why not. `begin_checks` asks all ranks."""
+    """True if our kernels are used."""
+    return not is_off and run_here()
+
+
+@functools.cache
+def run_here() -> bool:
+    """True if Triton is installed and its kernels run here; else a warning says why not."""
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         log.warning("kernels    torch's alone, which are slower: ours need compute capability %d.%d", *LEAST_CAPABILITY)
         return False

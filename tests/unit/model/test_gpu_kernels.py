@@ -139,10 +139,10 @@ def test_where_no_kernel_runs_torchs_own_are_taken_and_a_warning_says_why(
     monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
     monkeypatch.delitem(sys.modules, "dist_transformer.model.triton_kernels", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    gpu_kernels.has_kernels.cache_clear()
+    gpu_kernels.run_here.cache_clear()
     assert not gpu_kernels.has_kernels()
     assert "Triton needs a C compiler and Python's headers" in caplog.text
-    gpu_kernels.has_kernels.cache_clear()
+    gpu_kernels.run_here.cache_clear()
 
 
 def test_triton_compiles_nothing_for_gpus_for_which_it_takes_minutes(
@@ -150,10 +150,10 @@ def test_triton_compiles_nothing_for_gpus_for_which_it_takes_minutes(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(gpu_kernels, "try_kernels", lambda _: pytest.fail("compiled"))
-    gpu_kernels.has_kernels.cache_clear()
+    gpu_kernels.run_here.cache_clear()
     assert not gpu_kernels.has_kernels()
     assert "ours need compute capability 8.0" in caplog.text
-    gpu_kernels.has_kernels.cache_clear()
+    gpu_kernels.run_here.cache_clear()
 
 
 def test_on_gpus_a_batch_that_is_large_enough_is_computed_without_padding(

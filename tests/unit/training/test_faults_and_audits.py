@@ -87,7 +87,8 @@ def test_gpus_of_different_kinds_which_draw_other_masks_are_not_audited(monkeypa
     )
     engine = SimpleNamespace(gradient_sums=SimpleNamespace(is_exact=True))
     monkeypatch.setattr(silent_errors, "machine_name", lambda _: "H100")
-    monkeypatch.setattr(gpu_kernels, "has_kernels", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "run_here", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "is_off", False)
     with pytest.raises(UserError, match=r"audit_share.*A100, H100") if is_refused else nullcontext():
         begin_checks(SimpleNamespace(ranks=ranks, config=config, run_dir=None), engine)
     assert not engine.gradient_sums.is_exact
@@ -102,7 +103,8 @@ def test_where_kernels_of_ours_fail_on_one_node_no_rank_uses_them(
 ):
     """With its padding a batch has other dropout masks: an audit would find the node to compute wrongly."""
     monkeypatch.setattr(silent_errors, "machine_name", lambda _: "H100")
-    monkeypatch.setattr(gpu_kernels, "has_kernels", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "run_here", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "is_off", False)
     asked = []
 
     def gathered(mine):
