@@ -39,6 +39,9 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
 
 def config_of(marked: Marked, *, check_files: bool = True) -> Config:
     """Checks values as `load_config` does, wherever they were read."""
+    if "nodes" in marked.values:
+        of_pipelines = "a pipeline, not a run: give it to `pipeline run`, or to `submit --pipeline`"
+        raise ConfigError([f"{marked.place(('nodes',))}: nodes: the file is {of_pipelines}"])
     marked, problems = take_former_keys(marked)
     sections, invalid = _validate_sections(marked)
     problems += invalid

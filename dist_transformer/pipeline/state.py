@@ -46,6 +46,13 @@ NO_RESULT = (("training", "hang_seconds"), ("training", "max_hours"), ("training
 FREE = ("slurm.", "tracking.", "run.root", "data.root", "data.prepared", "training.zero_stage", *map(".".join, NO_RESULT),
         "training.activation_checkpointing", "training.offload", "checkpoints.keep_last", "checkpoints.keep_every")  # fmt: skip
 """Beginnings of settings which a person who starts the training of a node by hand may change, as messages recommend."""
+AS_BEFORE = {
+    '"max_steps": null': '"max_steps": 100000',  # beside max_epochs too
+    '"matrices": "adam", ': "",
+    '"normalization": "nmt_nfkc", ': "",
+    '"ema_decay": ': '"compile_layers": false, "ema_decay": ',
+}
+"""Counted settings as JSON, and as versions before counted them: with other defaults, without new settings, with former ones."""
 TEXTS = ("input", "source", "target", "reference", "scores")
 Fingerprints = dict[str, list[Any]]
 """Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
@@ -231,9 +238,8 @@ def _as_counted_before(
     """Returns what a node is made of as a former version that made it counted it, so that it is not made again."""
     before = record.get("made_of", {})
     texts = [json.dumps(each, sort_keys=True) for each in settings]
-    texts += [text.replace('"max_steps": null', '"max_steps": 100000') for text in texts]  # beside max_epochs too
-    for choice in ('"matrices": "adam", ', '"normalization": "nmt_nfkc", '):  # from before there was another
-        texts += [text.replace(choice, "") for text in texts]
+    for now, once in AS_BEFORE.items():
+        texts += [text.replace(now, once) for text in texts]
     former = [json_digest(each) for text in texts for each in (text.replace(str(root), ""), _moved(text, root))]
     if (counted := before.get("settings")) in former:
         made_of = made_of | {"settings": counted}

@@ -132,6 +132,14 @@ slrum: {}
     assert len(problems) == 5
 
 
+def test_a_pipeline_that_is_given_for_a_run_is_told_where_it_goes(tmp_path):
+    text = "root: here\nset: {training: {max_steps: 5}}\nnodes:\n  teacher: {kind: train}\n"
+    (problem,) = problems_of(write(tmp_path, text))
+    assert problem.endswith(
+        "run.yaml:3: nodes: the file is a pipeline, not a run: give it to `pipeline run`, or to `submit --pipeline`"
+    )
+
+
 def test_a_file_of_another_program_is_told_the_known_keys_once_and_the_section_that_has_a_key(tmp_path):
     text = "data: {src: de, trg: en, train: {demo: train}}\ntraining: {batch_type: token, learning_rate: 0.1, updates: 9}\n"
     problems = problems_of(write(tmp_path, text, "joey.yaml"))

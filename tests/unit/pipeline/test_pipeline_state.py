@@ -207,11 +207,23 @@ def test_a_pipeline_that_is_moved_stays_done(place, folder):
     assert due(pipeline_in(folder, f"root={folder}/elsewhere", *more)) == {}
 
 
-@pytest.mark.parametrize(("is_bare", "is_last"), [(True, False), (False, False), (False, True)])
-def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare, is_last):
+def test_the_settings_that_are_counted_have_not_changed(folder):
+    """Else each node that a user has made is made again. For a setting that is new, or gone, or has another default,
+    AS_BEFORE gets an entry, the next test a case, and here is the digest of what is counted from now on."""
+    pipeline = pipeline_in(folder)
+    counted = [module.what_goes_in(pipeline, name)[0] for name in ("teacher", "forward", "kept")]
+    text = module._moved(json.dumps(counted, sort_keys=True), pipeline.root)
+    assert module.json_digest(text) == "74367475c7d54605023c13e884eead3d21f2fb1be13e9c363e85ddd88265090d"
+
+
+@pytest.mark.parametrize(
+    ("is_bare", "is_last", "has_compiler"),
+    [(True, False, False), (False, False, False), (False, True, False), (False, True, True)],
+)
+def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare, is_last, has_compiler):
     """One cut the root as bare text: out of its name in those beside it too, but not where JSON escapes it. Both counted
     every setting, and the default of max_steps beside max_epochs; the last one did not count some, but limits of a search.
-    The others had no setting `matrices`, and none `tokenizer.normalization`."""
+    The others had no setting `matrices`, and none `tokenizer.normalization`; some had `compile_layers`."""
     base = folder / "base.yaml"
     base.write_text(base.read_text().replace("max_steps: 5", "max_epochs: 5"))
     (folder / "würfe_text").mkdir()
@@ -227,7 +239,10 @@ def test_a_node_that_a_version_before_has_made_stays_done(folder, is_bare, is_la
             every = json.loads(module.configuration(pipeline, name).model_dump_json())
             settings[1] |= {} if is_last else {key: {**every[key], **settings[1][key]} for key in ("training", "data")}
             settings[1]["data"].pop("root", None)
-            del settings[1]["tokenizer"]["normalization"]
+            if has_compiler:
+                settings[1]["training"]["compile_layers"] = False
+            else:
+                del settings[1]["tokenizer"]["normalization"]
             settings[1]["optimizer"] = {
                 key: value for key, value in every["optimizer"].items() if key != "matrices" or is_last
             }
