@@ -76,6 +76,7 @@ def init_command(
     from dist_transformer.reporting.html import render
 
     data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
+    data = data.model_copy(update={"train": (corpus := _with_columns(corpus, data))})
     corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
     _check_readable(corpora, data)
     found = _surveyed(data)
@@ -184,6 +185,26 @@ def _corpus(source: Path, target: Path | None, columns: tuple[str, str] | None) 
         return CorpusConfig(path=str(source.absolute()), columns=columns), columns if columns and by_name else SIDES
     found = [LANGUAGE.search(path.name) for path in (source, target)]
     return _files(source, target), [match[1] if match else side for match, side in zip(found, SIDES, strict=True)]
+
+
+def _with_columns(corpus: CorpusConfig, data: DataConfig) -> CorpusConfig:
+    """The corpus, of a .tsv with the columns that its first line names as the languages. Raises UserError: there are none
+    and more than two columns, of which the first may be a number."""
+    from dist_transformer.data.sources.files import find_corpus_files, table_kind
+    from dist_transformer.data.sources.lines import read_lines
+
+    files = find_corpus_files(corpus, data).path
+    if corpus.columns or not files or table_kind(files[0]) != "tsv":
+        return corpus
+    names, languages = next(read_lines(files[0]), b"").decode(errors="replace").split("\t"), data.languages_of(corpus)
+    if {*languages} <= {*names}:
+        return corpus.model_copy(update={"columns": languages})
+    if len(names) > 2:
+        raise UserError(
+            f"{files[0]}: expected two columns, or a first line with the names {' and '.join(languages)}; got {len(names)}: "
+            f"{', '.join(names)}; give --columns SOURCE TARGET, by those names or counted from 0: --columns 0 1"
+        )
+    return corpus
 
 
 def _files(source: Path, target: Path) -> CorpusConfig:

@@ -89,6 +89,25 @@ def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
     assert "no problem found" in command("config", "check", "table.yaml")
 
 
+def test_a_tsv_has_two_columns_or_a_first_line_with_the_languages_or_is_given_its_columns(command: Command) -> None:
+    rows = [f"{number}\tword {number}\tWort {number}\n" for number in range(40)]
+    (command.folder / "three.tsv").write_text("id\tenglish\tgerman\n" + "".join(rows))
+    (command.folder / "named.tsv").write_text("id\ten\tde\n" + "".join(rows))
+    languages = ("--source-language", "en", "--target-language", "de", "-y")
+    refused = command("init", "three.tsv", *languages, "--name", "three", code=2)
+    assert "expected two columns, or a first line with the names en and de; got 3: id, english, german" in refused
+    assert "give --columns SOURCE TARGET, by those names or counted from 0: --columns 0 1" in refused
+    assert not (command.folder / "three.yaml").exists()
+    command("init", "named.tsv", *languages, "--name", "named")
+    command("init", "three.tsv", *languages, "--name", "given", "--columns", "english", "german")
+    for name in ("named", "given"):
+        assert (command.folder / f"{name}-text" / "train.de").read_text().startswith("Wort ")
+        texts = [
+            (command.folder / f"{name}-text" / f"{split}.en").read_text() for split in ("train", "validation", "test")
+        ]
+        assert sorted("".join(texts).splitlines()) == sorted(f"word {number}" for number in range(40))
+
+
 @pytest.mark.parametrize("preset", ["tiny", "small", "base", "big"])
 def test_each_size_of_the_model_gives_a_configuration_without_problems(command: Command, preset: str) -> None:
     command("init", "train.en", "train.de", "--yes", "--preset", preset, "--name", f"sized-{preset}")
