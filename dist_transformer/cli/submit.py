@@ -60,7 +60,7 @@ def submit_command(
 
 
 def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
-    """Ask a run to save and end at its next step. Its job is not requeued; `resume` continues the run."""
+    """Ask a run to save and end at its next step. Its job is not requeued; `resume`, without a job `train`, continues it."""
     target = find_run(run, root)
     run_dir, slurm = target.run_dir, ask_slurm(target)
     job, state = slurm.job, look_at(run_dir).state

@@ -42,7 +42,7 @@ def report(target: RunRef) -> Document:
     view = _as_it_waits(view, now) if waits else _without_earlier_attempts(view, attempt)
     log = log_of_run(target.run_dir, target.job_id)
     look = f"dist-transformer logs {target.run_dir.quoted}, then " if log else ""
-    is_left = is_over and view.state != "finished" and not view.is_alive(now)
+    is_left = (is_over or target.job_id is None) and view.state != "finished" and not view.is_alive(now)
     is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
     try:
         goodput = goodput_of(target.run_dir, now)
@@ -131,14 +131,15 @@ def ask_slurm(target: RunRef) -> Answer:
 
 
 def again(target: RunRef) -> str:
-    """The command for a user that continues a run whose job is over, with what Slurm has taken out of the queue with it."""
+    """The command for a user that continues a run that ended, with what Slurm has taken out of the queue with its job."""
     run_dir, stages = target.run_dir, read_record(target.run_dir.job).get("stages", {})
     if (run_dir.path / "node.json").exists():
         return f"dist-transformer {'submit --pipeline' if run_dir.job.exists() else 'pipeline run'} FILE"
     if not run_dir.config.exists():  # a job by hand that failed before it wrote its configuration
         return "submit it again"
     rest = [*stages][[*stages.values()].index(target.job_id) :] if target.job_id in stages.values() else ["train"]
-    words = f"resume {run_dir.quoted}" if rest == ["train"] else f"submit {run_dir.quoted} --stages {','.join(rest)}"
+    verb = "resume" if target.job_id else "train"
+    words = f"{verb} {run_dir.quoted}" if rest == ["train"] else f"submit {run_dir.quoted} --stages {','.join(rest)}"
     return f"dist-transformer {words}"
 
 

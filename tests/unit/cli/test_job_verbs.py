@@ -125,6 +125,11 @@ def test_stop_works_without_slurm(run_dir: RunDir, monkeypatch: pytest.MonkeyPat
     assert "Slurm was not asked about job 5" in result.stderr
 
 
+def test_stop_of_a_run_without_a_job_names_train_which_resumes_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "runs" / "by-hand")
+    assert f"to resume:  dist-transformer train {run_dir.path}\n" in call("stop", run_dir.path).stdout
+
+
 def test_cancel_ends_the_job(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING"))
     slurm.answers("scancel")

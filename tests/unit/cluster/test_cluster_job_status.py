@@ -238,6 +238,22 @@ def test_a_job_that_is_over_without_having_finished_the_run_says_what_to_do_next
     assert of(run_dir)["next"] == f"{logs}submit it again"
 
 
+@pytest.mark.parametrize("state", ["running", "stopped", "failed"])
+def test_a_run_without_a_job_that_nobody_trains_is_trained_again_and_not_submitted(tmp_path: Path, state: str) -> None:
+    run_dir = make_run(tmp_path / "runs" / "by hand", state)
+    assert of(run_dir, None)["next"] == f"dist-transformer train '{run_dir.path}'"
+    run_dir.log.touch()
+    assert (
+        of(run_dir, None)["next"]
+        == f"dist-transformer logs '{run_dir.path}', then dist-transformer train '{run_dir.path}'"
+    )
+    beat(run_dir, NOW - 2, job=None)
+    assert of(run_dir, None)["next"] is None
+    make_run(run_dir.path, "finished")
+    run_dir.owner.unlink()
+    assert of(run_dir, None)["next"] is None
+
+
 def test_excluded_nodes_divergences_and_mlflow_are_told_without_credentials(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING"))
     write_json(run_dir.excluded, {"n3": "slow"})
