@@ -168,7 +168,7 @@ def _surveyed(data: DataConfig) -> "Survey":
 
 def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> int:
     most = len(found.sample) // 4
-    proposed = min(MOST_HELD_OUT, most, found.pairs // HELD_OUT_PART)
+    proposed = min(MOST_HELD_OUT, most, max(1, found.pairs // HELD_OUT_PART))
     each: int = questions.ask("pairs held out for validation, and for the test", given, proposed)
     if not 1 <= each <= most:
         raise UserError(

@@ -114,6 +114,14 @@ def test_each_size_of_the_model_gives_a_configuration_without_problems(command: 
     assert "no problem found" in command("config", "check", f"sized-{preset}.yaml")
 
 
+def test_of_few_pairs_one_is_held_out_for_each(command: Command) -> None:
+    for code in ("en", "de"):
+        (command.folder / f"eight.{code}").write_text("".join(f"{number} {code}\n" for number in range(8)))
+    command("init", "eight.en", "eight.de", "--yes", "--name", "eight")
+    sizes = {path.name: len(path.read_text().splitlines()) for path in (command.folder / "eight-text").glob("*.en")}
+    assert sizes == {"train.en": 6, "validation.en": 1, "test.en": 1}
+
+
 def test_a_configuration_cannot_go_where_train_would_not_read_it(command: Command) -> None:
     said = command("init", "train.en", "train.de", "--yes", "--out", "/dev/stdout", code=2)
     assert "--out /dev/stdout: is a device or a pipe, expected a file" in said
