@@ -171,6 +171,7 @@ def test_full_width_punctuation_of_a_chinese_target_is_kept(command: Command) ->
         (("one.en", "one.de", "-y"), "give more text (of 4 different pairs at least), or --validation and --test"),
         (("train.en", "train.de", "--cluster", "nowhere"), "no profile 'nowhere'"),
         (("small.yaml",), "small.yaml: cannot tell the format"),
+        (("t.csv",), "e.g. columns: [english, german], for `init` --columns english german.\n"),
         (("train.en", "train.de", "--test", "valid.en", "none.de"), "none.de: no such file.\n"),
         (
             ("train.en", "train.de", "--test", "train.en", "train.de"),
@@ -184,6 +185,7 @@ def test_what_is_refused_says_why_and_writes_nothing(
 ) -> None:
     for name in ("one.en", "one.de"):
         (command.folder / name).write_text("one\n")
+    (command.folder / "t.csv").write_text("english,german\none,eins\n")
     before = sorted(command.folder.iterdir())
     assert message in command("init", *arguments, code=2)
     assert sorted(command.folder.iterdir()) == before

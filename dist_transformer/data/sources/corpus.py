@@ -239,10 +239,10 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> lines.ChooseColum
                     raise DataError(f"{name}: {existing.count(twice[0])} columns are named {twice[0]!r}; rename them.")
                 return pair
         missing = [column for column in wanted if column not in existing]
-        example = ", ".join(existing[:1] + existing[-1:]) or "source, target"
+        example = existing[:1] + existing[-1:] or ["source", "target"]
         raise DataError(
             f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing) or 'none'}. "
-            f"Name the source and the target column in `columns`, e.g. columns: [{example}]."
+            f"Name source and target, e.g. columns: [{', '.join(example)}], for `init` --columns {' '.join(example)}."
         )
 
     return choose
