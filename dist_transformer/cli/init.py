@@ -16,6 +16,7 @@ from dist_transformer.cluster.profiles import load_profile
 from dist_transformer.config.checks import run_name_problems
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import load_config
+from dist_transformer.config.paths import local_files
 from dist_transformer.config.schema import PRESETS
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.decoding.long_lines import WITHOUT_SPACES
@@ -38,15 +39,11 @@ def init_command(
     out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: NAME.yaml.")] = None,
     source_language: Annotated[str | None, typer.Option(help="Its code: en.")] = None,
     target_language: Annotated[str | None, typer.Option(help="Its code: de.")] = None,
-    columns: Annotated[
-        tuple[str, str] | None, typer.Option(help="Of a table: source and target; default: the languages, or 0 1.")
-    ] = None,
+    columns: Annotated[tuple[str, str] | None, typer.Option(help="Of a table; default: the languages, or 0 1.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     validation: TwoFiles = None,
     test: TwoFiles = None,
-    held_out: Annotated[
-        int | None, typer.Option(min=1, help="Pairs held out for validation, and for the test.")
-    ] = None,
+    held_out: Annotated[int | None, typer.Option(min=1, help="Pairs to hold out for each of these two.")] = None,
     preset: Annotated[
         Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Size of the model; default: by the pairs.")
     ] = None,
@@ -75,8 +72,8 @@ def init_command(
     from dist_transformer.planning import proposal
     from dist_transformer.reporting.html import render
 
+    corpus = _with_columns(corpus, languages)
     data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
-    data = data.model_copy(update={"train": (corpus := _with_columns(corpus, data))})
     corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
     _check_readable(corpora, data)
     found = _surveyed(data)
@@ -86,6 +83,7 @@ def init_command(
     preset = questions.ask("size of the model", preset, proposal.preset_for(pairs), [*PRESETS])
     tokens, longest = pairs * sum(side.mean for side in found.sides), max(side.percentile_99 for side in found.sides)
     sections = proposal.proposed(preset, tokens, longest, found.characters, max_steps)
+    more = proposal.token_ratio(sections["tokenizer"]["vocabulary_size"])
     if found.sides[1].script.upper() in WITHOUT_SPACES:
         sections["tokenizer"]["normalization"] = "identity"
     if splits:
@@ -97,9 +95,9 @@ def init_command(
     text = render(
         "config.yaml", **sections, name=name, out=shown, languages=languages, found=found, pairs=pairs,
         num_held_out=each * len(splits), text=dump({"root": str(folder), **files} if splits else files),
-        recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens),
+        recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, more * tokens),
         num_ranks=min(sections["data"]["lanes"], profile.get("ranks_per_node", 1)), cluster=cluster,
-        has_slurm=has_slurm, profile=profile,
+        has_slurm=has_slurm, profile=profile, more=more,
     )  # fmt: skip
     parts = {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}
     with _new_text(data, parts, folder, found.pairs) if splits else nullcontext():
@@ -160,7 +158,7 @@ def _surveyed(data: DataConfig) -> "Survey":
         found = survey(data.train, data, lambda pairs: show("reading the text", pairs, None))
     print(f"{found.pairs:,} pairs, {found.characters} distinct characters, {found.repeated:.1%} repeat a source text")
     for language, side in zip((data.source_language, data.target_language), found.sides, strict=True):
-        length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
+        length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated for 6,000 pieces)"
         print(f"  {language}: {side.script}; {length}")
     warn_of_cut_text("the text", [text for pair in found.sample for text in pair])
     return found
@@ -169,7 +167,7 @@ def _surveyed(data: DataConfig) -> "Survey":
 def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> int:
     most = len(found.sample) // 4
     proposed = min(MOST_HELD_OUT, most, max(1, found.pairs // HELD_OUT_PART))
-    each: int = questions.ask("pairs held out for validation, and for the test", given, proposed)
+    each: int = questions.ask("pairs held out for validation, and as many for the test", given, proposed)
     if not 1 <= each <= most:
         raise UserError(
             f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs that were looked at, got "
@@ -187,24 +185,21 @@ def _corpus(source: Path, target: Path | None, columns: tuple[str, str] | None) 
     return _files(source, target), [match[1] if match else side for match, side in zip(found, SIDES, strict=True)]
 
 
-def _with_columns(corpus: CorpusConfig, data: DataConfig) -> CorpusConfig:
-    """The corpus, of a .tsv with the columns that its first line names as the languages. Raises UserError: there are none
-    and more than two columns, of which the first may be a number."""
-    from dist_transformer.data.sources.files import find_corpus_files, table_kind
+def _with_columns(corpus: CorpusConfig, languages: tuple[str, str]) -> CorpusConfig:
+    """The corpus; of a .tsv with the languages as columns, if its first line names them. Raises UserError: it has others."""
+    from dist_transformer.data.sources.files import table_kind
     from dist_transformer.data.sources.lines import read_lines
 
-    files = find_corpus_files(corpus, data).path
-    if corpus.columns or not files or table_kind(files[0]) != "tsv":
+    files = local_files("", corpus.path) if corpus.path and not corpus.columns else []
+    if not files or table_kind(files[0]) != "tsv":
         return corpus
-    names, languages = next(read_lines(files[0]), b"").decode(errors="replace").split("\t"), data.languages_of(corpus)
-    if {*languages} <= {*names}:
-        return corpus.model_copy(update={"columns": languages})
-    if len(names) > 2:
+    names = next(read_lines(files[0]), b"").decode(errors="replace").split("\t")
+    if not (has_languages := {*languages} <= {*names}) and len(names) > 2:
         raise UserError(
             f"{files[0]}: expected two columns, or a first line with the names {' and '.join(languages)}; got {len(names)}: "
             f"{', '.join(names)}; give --columns SOURCE TARGET, by those names or counted from 0: --columns 0 1"
         )
-    return corpus
+    return corpus.model_copy(update={"columns": languages if has_languages else None})
 
 
 def _files(source: Path, target: Path) -> CorpusConfig:

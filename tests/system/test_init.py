@@ -58,7 +58,7 @@ def test_a_terminal_is_asked_and_enter_takes_what_is_proposed(command: Command) 
     )  # fmt: skip
     os.close(theirs)
     answers = {"source language (en)": "", "target language (de)": "fr", "name of the run (en-fr)": "asked",
-               "for the test (20)": "30", "[tiny/small/base/big] (tiny)": "small"}  # fmt: skip
+               "as many for the test (20)": "30", "[tiny/small/base/big] (tiny)": "small"}  # fmt: skip
     shown = ""
     try:
         while select.select([ours], [], [], 120)[0] and (part := os.read(ours, 65536)):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from dist_transformer.config.checks import cross_problems
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import PRESETS, Config
-from dist_transformer.planning.proposal import preset_for, proposed, rounded, steps_per_epoch
+from dist_transformer.planning.proposal import preset_for, proposed, rounded, steps_per_epoch, token_ratio
+from dist_transformer.planning.step_time import FILLED_SHARE
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CAPTIONS = {"tokens": 29_000 * 34, "long_tokens": 37, "characters": 102}
@@ -42,9 +43,33 @@ def test_less_text_has_fewer_pieces_and_fewer_steps_of_which_a_quarter_at_most_i
     much, little = proposed("tiny", **CAPTIONS), proposed("tiny", **{**CAPTIONS, "tokens": CAPTIONS["tokens"] / 10})
     assert 5000 < much["tokenizer"]["vocabulary_size"] < 7000  # 6,000 in configs/multi30k.yaml
     assert little["tokenizer"]["vocabulary_size"] == rounded(CAPTIONS["tokens"] / 10 / 150)
-    steps = little["training"]["max_steps"]
-    assert steps == rounded(35 * steps_per_epoch("tiny", CAPTIONS["tokens"] / 10))
+    steps, pieces = little["training"]["max_steps"], little["tokenizer"]["vocabulary_size"]
+    assert steps == rounded(35 * steps_per_epoch("tiny", CAPTIONS["tokens"] / 10 * token_ratio(pieces)))
     assert little["schedule"]["warmup_steps"] == steps // 4
+
+
+@pytest.mark.parametrize(
+    ("pieces", "counted"),  # of both sides with sentencepiece, in place of the estimated
+    [
+        (132, 2.57),
+        (460, 1.63),
+        (1800, 1.15),
+        (190, 2.64),
+        (930, 1.67),
+        (3800, 1.21),
+    ],  # Multi30k, then newstest 2008-2012
+)
+def test_few_pieces_cut_a_text_into_as_many_tokens_as_were_counted(pieces: int, counted: float) -> None:
+    assert token_ratio(pieces) == pytest.approx(counted, rel=0.2)
+    assert token_ratio(10 * pieces) >= 1
+
+
+def test_long_pairs_and_epochs_are_those_of_the_proposed_vocabulary() -> None:
+    few = proposed("tiny", 10_000, 40, 60)  # 280 captions
+    assert few["tokenizer"]["vocabulary_size"] == 128
+    assert few["data"]["filters"]["max_tokens"] >= 2 * 40 * token_ratio(128)
+    steps = proposed("tiny", 300_000, 40, 60)["training"]["max_steps"]
+    assert steps == pytest.approx(35 * 300_000 * token_ratio(2000) / (2 * 4096 * FILLED_SHARE), rel=0.05)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 500, 1250, 3500])
