@@ -30,9 +30,10 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
         tracking_address(checked.tracking)  # raises if the variable holds no address
     parameters = count_parameters(with_counted_pieces(checked))
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
+    job = f", ranks in a Slurm job: {num_ranks}" if "slurm" in checked.model_fields_set else ""
     print(
         f"{config}: no problem found. Run {checked.run.root}/{checked.run.name}: {parameters:,} parameters, "
-        f"{checked.data.lanes} lanes of {checked.data.max_tokens} tokens a step, {num_ranks} ranks in a Slurm job."
+        f"{checked.data.lanes} lanes of {checked.data.max_tokens} tokens a step{job}."
     )
 
 

@@ -45,7 +45,7 @@ def init_command(
     test: TwoFiles = None,
     held_out: Annotated[int | None, typer.Option(min=1, help="Pairs to hold out for each of these two.")] = None,
     preset: Annotated[
-        Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Size of the model; default: by the pairs.")
+        Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Default: by the pairs.")
     ] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: by the text.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Profile: a name in slurm/clusters/ or a path.")] = None,

@@ -20,18 +20,11 @@ MOST_NODES = 100_000
 LARGEST = 1e18
 
 Gpu = Annotated[str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ..., cpu; a wrong one names all.")]
-GpusPerNode = Annotated[
-    int | None, typer.Option(min=1, max=64, help="GPUs, and so ranks, of each node; else slurm.ranks_per_node.")
-]
-Calibrate = Annotated[
-    Path | None, typer.Option(help="A preflight's report.json, whose medians replace the table's figures.")
-]
-TokensPerSecond = Annotated[
-    float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of one rank that trains alone.")
-]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, max=64, help="GPUs and ranks; else slurm.ranks_per_node.")]
+Calibrate = Annotated[Path | None, typer.Option(help="A preflight's report.json: medians in place of the table's.")]
+TokensPerSecond = Annotated[float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of a lone rank.")]
 AllReduce = Annotated[
-    float | None,
-    typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Measured between nodes, as preflight prints it."),
+    float | None, typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Measured between nodes by preflight.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -72,18 +65,11 @@ def simulate_command(
         float, typer.Option(min=0, help="Until a dead node that has the batch script is noticed. 300: Slurm's default.")
     ] = 300,
     requeue_seconds: Annotated[
-        float,
-        typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; a busy queue takes more."),
+        float, typer.Option(min=0, help="Then until the job runs again. 120: Slurm's default; in a busy queue more.")
     ] = 120,
-    restart_seconds: Annotated[
-        float, typer.Option(min=0, help="From the start of an attempt to its first step. 60: assumed.")
-    ] = 60,
-    save_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Training stands still for a checkpoint; else by its size.")
-    ] = None,
-    write_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Then until it is whole, as the log says; else by its size.")
-    ] = None,
+    restart_seconds: Annotated[float, typer.Option(min=0, help="Then until its first step. 60: assumed.")] = 60,
+    save_seconds: Annotated[float | None, typer.Option(min=0, help="Pause for a checkpoint; else by size.")] = None,
+    write_seconds: Annotated[float | None, typer.Option(min=0, help="Then until it is whole; else by size.")] = None,
     lane_spread: Annotated[
         float, typer.Option(min=0, max=2, help="Standard deviation of a micro-batch's time, as a share of its mean.")
     ] = 0.03,
@@ -129,7 +115,7 @@ def _planned(
     from dist_transformer.planning.vocabularies import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
-    config = with_precision(config, "fp16")  # the value of auto on a GPU
+    config = with_precision(config, "fp32" if gpu == "cpu" else "fp16")  # the value of auto, as in resolve_precision
     ranks = gpus or config.slurm.ranks_per_node
     _must_be_finite(**rates)
     hardware = hardware_of(gpu) if calibrate is None else calibrated(hardware_of(gpu), calibrate)

@@ -96,6 +96,14 @@ def test_a_precision_that_is_left_open_is_planned_as_that_of_gpus(config):
     assert json.loads(given)["precision"] == "fp16"
 
 
+def test_a_precision_that_is_left_open_is_planned_for_cpus_as_train_takes_it_there(config):
+    left_open, given = (
+        plan(config, "--gpu", "cpu", "--json", f"training.precision={name}").stdout for name in ("auto", "fp32")
+    )
+    assert left_open == given
+    assert json.loads(given)["precision"] == "fp32"
+
+
 def test_what_a_person_measured_is_planned_with_and_said(config):
     options = ("--nodes", "1,2", "--tokens-per-second", "2000", "--all-reduce-gb-per-second", "4")
     values = json.loads(plan(config, *options, "--json", "training.precision=fp32").stdout)

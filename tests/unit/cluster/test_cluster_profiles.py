@@ -96,7 +96,7 @@ def test_config_check_looks_at_the_profile_and_at_the_ranks_that_it_asks_for(
     site = _profile(tmp_path, "nodes: 4\nranks_per_node: 2\ngpus_per_node: 2\n")
     path.write_text(f"data: {{train: {{demo: train}}, lanes: 8}}\nslurm: {{cluster: {site}}}\n")
     check(path)
-    assert "8 ranks in a Slurm job" in capsys.readouterr().out
+    assert "ranks in a Slurm job: 8." in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r"1 problem in the configuration:\n  slurm.nodes: 4 nodes x 2 ranks = 8 ranks, more"
     ):
@@ -105,6 +105,18 @@ def test_config_check_looks_at_the_profile_and_at_the_ranks_that_it_asks_for(
         check(path, ["slurm.ranks_per_node=1"])
     with pytest.raises(ConfigError, match="no profile 'infinibant'"):
         check(path, ["slurm.cluster=infinibant"])
+
+
+@pytest.mark.parametrize(
+    ("section", "end"), [("", "tokens a step."), ("slurm: {nodes: 1}\n", "tokens a step, ranks in a Slurm job: 1.")]
+)
+def test_config_check_names_the_ranks_of_a_job_only_where_there_is_a_slurm_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, end: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {{demo: train}}}}\n{section}")
+    check(path)
+    assert capsys.readouterr().out.strip().endswith(end)
 
 
 def test_config_check_sees_what_submit_would_refuse(tmp_path: Path) -> None:
