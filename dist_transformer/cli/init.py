@@ -45,7 +45,7 @@ def init_command(
     test: TwoFiles = None,
     held_out: Annotated[int | None, typer.Option(min=1, help="Pairs to hold out for each of these two.")] = None,
     preset: Annotated[
-        Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Default: by the pairs.")
+        Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Size of the model; default: by the pairs.")
     ] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: by the text.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Profile: a name in slurm/clusters/ or a path.")] = None,
@@ -76,7 +76,7 @@ def init_command(
     data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
     corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
     _check_readable(corpora, data)
-    found = _surveyed(data)
+    found = _surveyed(corpus, data)
     splits = [split for split in SPLITS if split not in corpora]
     each = _ask_held_out(questions, held_out, found) if splits else 0
     pairs = found.pairs - each * len(splits)
@@ -148,14 +148,13 @@ def _check_readable(corpora: Mapping[str, CorpusConfig], data: DataConfig) -> No
         read_pairs(given, data)
 
 
-def _surveyed(data: DataConfig) -> "Survey":
+def _surveyed(corpus: CorpusConfig, data: DataConfig) -> "Survey":
     """Reads the training text once, and prints what it is."""
     from dist_transformer.data.prepare.report import warn_of_cut_text
     from dist_transformer.data.sources.survey import survey
 
-    assert data.train is not None
     with progress_bar() as show:
-        found = survey(data.train, data, lambda pairs: show("reading the text", pairs, None))
+        found = survey(corpus, data, lambda pairs: show("reading the text", pairs, None))
     print(f"{found.pairs:,} pairs, {found.characters} distinct characters, {found.repeated:.1%} repeat a source text")
     for language, side in zip((data.source_language, data.target_language), found.sides, strict=True):
         length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated for 6,000 pieces)"

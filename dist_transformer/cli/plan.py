@@ -20,7 +20,7 @@ MOST_NODES = 100_000
 LARGEST = 1e18
 
 Gpu = Annotated[str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ..., cpu; a wrong one names all.")]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, max=64, help="GPUs and ranks; else slurm.ranks_per_node.")]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, max=64, help="GPUs of a node; else slurm.ranks_per_node.")]
 Calibrate = Annotated[Path | None, typer.Option(help="A preflight's report.json: medians in place of the table's.")]
 TokensPerSecond = Annotated[float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of a lone rank.")]
 AllReduce = Annotated[
@@ -65,7 +65,7 @@ def simulate_command(
         float, typer.Option(min=0, help="Until a dead node that has the batch script is noticed. 300: Slurm's default.")
     ] = 300,
     requeue_seconds: Annotated[
-        float, typer.Option(min=0, help="Then until the job runs again. 120: Slurm's default; in a busy queue more.")
+        float, typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; more if busy.")
     ] = 120,
     restart_seconds: Annotated[float, typer.Option(min=0, help="Then until its first step. 60: assumed.")] = 60,
     save_seconds: Annotated[float | None, typer.Option(min=0, help="Pause for a checkpoint; else by size.")] = None,

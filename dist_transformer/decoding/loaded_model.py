@@ -48,9 +48,10 @@ def model_folder_of(path: Path) -> Path:
     if path.parent.name == "checkpoints" and (step := path.name.removeprefix("step_")).isdecimal():
         made = f"dist-transformer average {RunDir(path.parent.parent).quoted} --step {int(step)} --output FOLDER"
         raise UserError(f"{path}: is a checkpoint, expected a model folder; a model is made of it by: {made}")
+    run = RunDir(path).quoted if RunDir(path).config.is_file() else "RUN_FOLDER"
     raise UserError(
         f"{path}: holds no model (expected {path}/model.safetensors, or a run folder with model/). "
-        "A run writes it at its end; before that: dist-transformer average RUN_FOLDER"
+        f"A run writes it at its end; before that: dist-transformer average {run}"
     )
 
 

@@ -25,8 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 TOKENS_A_PIECE = 150
 """Tokens of both sides for each piece of the vocabulary: 29,000 captions and 6,000 pieces have about as many."""
 ESTIMATED_PIECES, RATIO_POWER = 6000, 0.23
-"""Tokens are estimated for so many pieces. The power is fitted to Multi30k and newstest, of which 130 pieces make 2.6 times as
-many, and 1,800 pieces 1.2 times."""
+"""Tokens are estimated for so many pieces; the power is fitted to Multi30k and newstest with 130 to 3,800 pieces."""
 MANY_CHARACTERS = 1000
 """Above so many different characters rare ones get no piece, as sentencepiece advises for Chinese and Japanese."""
 

@@ -197,7 +197,10 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(command, trained, small_co
 def test_a_folder_without_a_model_says_how_to_make_one(command, tmp_path):
     said = refusal(command, "translate", tmp_path, text="twenty-one\n")
     assert "holds no model" in said
-    assert "dist-transformer average" in said
+    assert "dist-transformer average RUN_FOLDER" in said
+    (tmp_path / "config.yaml").write_text("data: {train: {demo: train}}\n")  # of a run that has not ended
+    said = refusal(command, "translate", tmp_path, text="twenty-one\n")
+    assert f"before that: dist-transformer average {tmp_path}" in said
 
 
 def test_of_a_checkpoint_a_model_is_made_as_the_message_says(command, trained, tmp_path):
