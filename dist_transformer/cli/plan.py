@@ -23,9 +23,7 @@ Gpu = Annotated[str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ..., c
 GpusPerNode = Annotated[int | None, typer.Option(min=1, max=64, help="GPUs of a node; else slurm.ranks_per_node.")]
 Calibrate = Annotated[Path | None, typer.Option(help="A preflight's report.json: medians in place of the table's.")]
 TokensPerSecond = Annotated[float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of a lone rank.")]
-AllReduce = Annotated[
-    float | None, typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Measured between nodes by preflight.")
-]
+AllReduce = Annotated[float | None, typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Measured among nodes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
