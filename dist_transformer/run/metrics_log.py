@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -145,6 +146,15 @@ def read_records_from(path: Path, offset: int, events: Collection[str] = ()) -> 
             logger.warning("%s: the line that ends at byte %d is damaged and skipped", path, end)
         elif not events or record["event"] in events:
             yield record, end
+
+
+def newest_record(path: Path, event: str) -> dict[str, Any]:
+    """Returns the last record of `event` that has a step, and reads only what follows it; {"step": 0}: there is none."""
+    name = f'"{event}"'.encode()
+    for line in islice(lines_backwards(path), 1, None) if path.is_file() else ():  # the first one is torn, or empty
+        if name in line and "step" in (record := _decode(line) or {}) and record["event"] == event:
+            return record
+    return {"step": 0}
 
 
 def _remove_torn_line(path: Path) -> None:

@@ -209,15 +209,6 @@ def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
     return json_digest(corpus.model_dump(mode="json"))
 
 
-def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
-    """Returns the newest records of a log line and of a validation in metrics.jsonl; step 0 if there is none."""
-    newest: dict[str, dict[str, Any]] = {"train": {"step": 0}, "validation": {"step": 0}}
-    for record in read_records(run_dir.metrics, *newest):
-        if record.get("step", -1) >= newest[record["event"]]["step"]:
-            newest[record["event"]] = record
-    return newest
-
-
 def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, reason: str = "") -> None:
     """Records the state of a run in run.json, for people and scripts, and in its history; no step: the one before."""
     if not ranks.is_rank_zero:

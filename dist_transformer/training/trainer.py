@@ -20,6 +20,7 @@ from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import find
+from dist_transformer.run.metrics_log import newest_record
 from dist_transformer.training.batch_size_finder import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.changed_settings import Changes, compare_and_report
 from dist_transformer.training.checkpoint import checkpoints
@@ -42,7 +43,7 @@ from dist_transformer.training.metrics.system_metrics import NodeSampler
 from dist_transformer.training.profiler import profiling
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_data import RunData
-from dist_transformer.training.run_log import RunLog, newest_records, note, open_run_log
+from dist_transformer.training.run_log import RunLog, note, open_run_log
 from dist_transformer.training.silent_errors import begin_checks, machine_name
 from dist_transformer.training.train_state import TrainState
 from dist_transformer.training.validation.runner import Validator
@@ -204,10 +205,12 @@ def _loop(
     """Builds the parts of the loop and runs it (collective). Returns whether it reached the end of training, and the
     reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
-    recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
+    path, doing = run.run_dir.metrics, run.doing("reading the earlier records")
+    events = ("train", "validation")
+    log_line, validation_line = run_on_rank_zero(ranks, lambda: [newest_record(path, each) for each in events], doing)
     every = (changes.former or changes.settings)["training"]["log_every_steps"]
-    if run_log and (newest := recorded["train"]["step"]) < state.step - every:
-        log.warning("records    %s: those after step %d are lost: a power loss?", run.run_dir.metrics, newest)
+    if run_log and log_line["step"] < state.step - every:
+        log.warning("records    %s: those after step %d are lost: a power loss?", path, log_line["step"])
     validator = open_validator(run, engine)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks)
@@ -215,8 +218,8 @@ def _loop(
     peaks = float(ranks.all_reduce_sum(torch.tensor([peak], dtype=torch.float64)))
     mfu = partial(mfu_of, config.model, data.manifest.target_vocabulary, peaks)
     bar = ProgressBar(config.training.max_steps, state.step, config.checkpoints.every_steps, run.terminal.quiet)
-    metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
-    validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
+    metrics = MetricsLogger(ranks, engine, sampler, run_log, int(log_line["step"]), bar, mfu)
+    validation = ValidationSchedule(run, validator, stopping, run_log, validation_line, bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
     flush, saved = (run_log.flush, run_log.checkpoint_saved) if run_log else (lambda: None, lambda *_: None)
     saver = CheckpointSaver(writer, engine, flush, saved, metrics.stood_still)

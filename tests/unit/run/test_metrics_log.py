@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from dist_transformer.run import metrics_log
-from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records, read_records_from
+from dist_transformer.run import metrics_log, tail
+from dist_transformer.run.metrics_log import MetricsLog, add_event, newest_record, read_records, read_records_from
 
 
 def steps_of(path: Path) -> list[int]:
@@ -80,6 +81,37 @@ def test_lines_of_other_events_are_not_even_parsed(tmp_path: Path, caplog: pytes
 
 def test_a_file_that_does_not_exist_has_no_records(tmp_path: Path) -> None:
     assert list(read_records(tmp_path / "none.jsonl")) == []
+    assert newest_record(tmp_path / "none.jsonl", "train") == {"step": 0}
+
+
+@pytest.mark.parametrize("event", ["train", "validation"])
+def test_the_newest_record_is_the_last_of_all_wherever_the_file_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    monkeypatch.setattr(tail, "PIECE_BYTES", 64)  # so that lines lie in several pieces
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in (5, 10):
+        log.append("train", step, {"loss": math.nan, "norm": math.inf, "batch_digest": "äb"})
+        log.append("validation", step, {"bleu": 0.1})
+        log.append("system", step, {"named": "train", "also": "validation"})
+        with log.path.open("ab") as file:
+            file.write(b'\0\0"train" "validation"\n{"event": "train"}\n{"event": "validation", "step": "many"}\n')
+    whole = log.path.read_bytes()
+    for length in range(len(whole) + 1):
+        log.path.write_bytes(whole[:length])
+        all_of_them = [record for record in read_records(log.path, event) if "step" in record]
+        assert repr(newest_record(log.path, event)) == repr(all_of_them[-1] if all_of_them else {"step": 0})
+
+
+def test_what_lies_before_the_newest_record_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 51):
+        log.append("train", step, {})
+        log.append("system", step, {})
+    parsing = Mock(wraps=metrics_log.records_of)
+    monkeypatch.setattr(metrics_log, "records_of", parsing)
+    assert newest_record(log.path, "train")["step"] == 50
+    assert parsing.call_count == 1
 
 
 def test_reading_goes_on_from_every_offset_it_gave(tmp_path: Path) -> None:
