@@ -5,6 +5,8 @@ curves.of("train", "loss")              # Curve(steps, values), or None
 thinned(curve, 500)                     # at most 500 points, with the lowest and highest value around each
 """
 
+from array import array
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,22 +84,20 @@ class Thinned:
 
 def read_curves(path: Path) -> Curves:
     """Reads every number of every record, except for torn lines; a missing file has no curves."""
-    columns: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    columns: dict[tuple[str, str], tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
     newest: dict[str, dict[str, Any]] = {}
     for record in read_records(path):
         event, step = str(record["event"]), record.get("step", 0)
         newest[event] = record
-        of_event = columns.setdefault(event, {})
         for name, value in record.items():
             if type(value) in (int, float) and name != "step":
-                steps, values = of_event.setdefault(name, ([], []))
+                steps, values = columns[event, name]
                 steps.append(step)
                 values.append(value)
-    curves: dict[str, dict[str, Curve]] = {event: {} for event in columns}
-    for event, of_event in columns.items():
-        for name, (steps, values) in of_event.items():
-            order = np.argsort(np.asarray(steps), kind="stable")
-            curves[event][name] = Curve(*(np.asarray(each, dtype=float)[order] for each in (steps, values)))
+    curves: dict[str, dict[str, Curve]] = {}
+    for (event, name), (steps, values) in columns.items():
+        order = np.argsort(steps, kind="stable")
+        curves.setdefault(event, {})[name] = Curve(np.asarray(steps)[order], np.asarray(values)[order])
     return Curves(curves, newest)
 
 

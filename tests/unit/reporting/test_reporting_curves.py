@@ -1,5 +1,7 @@
 """Curves: read from metrics.jsonl as they were written, thinned without losing a spike."""
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,20 @@ def test_what_is_torn_is_left_out_and_what_is_missing_has_no_curves(tmp_path):
     assert loss.steps.tolist() == [5]
     assert read_curves(tmp_path / "nothing").names("train") == []
     assert read_curves(tmp_path / "nothing").last_step == 0
+
+
+def test_curves_of_a_long_run_are_read_in_the_memory_of_their_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, [{"event": "train", "step": step, "loss": step / 7, "nll": step / 9} for step in range(1000, 6000)])
+    read_curves(path)  # what the first reading imports is not counted
+    tracemalloc.start()
+    try:
+        curves = read_curves(path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = sum(each.steps.nbytes + each.values.nbytes for each in curves.by_event["train"].values())
+    assert most < 3 * size  # lists of floats and integers take almost five times
 
 
 def test_values_that_are_not_finite_are_kept_apart(tmp_path):
