@@ -24,7 +24,7 @@ from dist_transformer.reporting.charts import Marks, compared_panels
 from dist_transformer.reporting.formatting import NOTHING, measure_text, number
 from dist_transformer.reporting.html import render
 from dist_transformer.reporting.page import charts
-from dist_transformer.reporting.run_history import PLACES, PreparedCorpus, Record, RunStory, settings_that_differ
+from dist_transformer.reporting.run_history import PLACES, PreparedCorpus, Record, RunStory
 from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
 from dist_transformer.run.evaluations import OF_TEXTS, search_of
 from dist_transformer.run.goodput import goodput_text
@@ -82,7 +82,7 @@ def result_rows(stories: Sequence[Named]) -> list[Row]:
 
 def setting_rows(stories: Sequence[Named]) -> list[Row]:
     """The settings that are not the same in all runs, then prepared corpora, former settings and divergences, if they differ."""
-    changed = {key for _, story in stories for key in settings_that_differ(story.settings)}
+    changed = {key for _, story in stories for key in story.differing_settings}
     prepared = [_prepared_text(story.prepared) for _, story in stories]
     changed |= {"data.root"} if len({*prepared}) > 1 else set()
     keys = dict.fromkeys(key for _, story in stories for key in story.settings if key in changed)
@@ -247,10 +247,8 @@ def _why_no_samples(stories: Sequence[Named]) -> str:
 def differences(stories: Sequence[RunStory], keys: Iterable[str]) -> list[str]:
     """Settings that begin with one of `keys` and are not the same in all runs, in order."""
     wanted = tuple(keys)
-    found = [
-        {key: value for key, (value, _) in settings_that_differ(story.settings).items() if key.startswith(wanted)}
-        for story in stories
-    ]
+    settings = [story.differing_settings.items() for story in stories]
+    found = [{key: value for key, (value, _) in each if key.startswith(wanted)} for each in settings]
     every = dict.fromkeys(key for each in found for key in each)
     return [key for key in every if any(each.get(key) != found[0].get(key) for each in found)]
 

@@ -13,7 +13,7 @@ from dist_transformer.reporting.charts import Marks, Panel, marks_of, panels_of
 from dist_transformer.reporting.figures import panel_svg
 from dist_transformer.reporting.formatting import measure_name, measure_text, number
 from dist_transformer.reporting.html import render
-from dist_transformer.reporting.run_history import CHECKPOINT_MEASURES, RunStory, read_story, settings_that_differ
+from dist_transformer.reporting.run_history import CHECKPOINT_MEASURES, RunStory, read_story
 from dist_transformer.reporting.samples import OPEN_SENTENCES, drawn_sentences, fixed_sentences
 from dist_transformer.run.evaluations import search_text
 from dist_transformer.run.folder import RunDir
@@ -46,7 +46,7 @@ def run_page(story: RunStory) -> str:
         drawn=drawn_sentences(story),
         goodput_rows=rows_of(story.goodput) if story.goodput else (),
         CHECKPOINT_MEASURES=CHECKPOINT_MEASURES,
-        differing=settings_that_differ(story.settings),
+        differing=story.differing_settings,
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ class RunStory:
     changes: Sequence[Record] = ()
     goodput: Goodput | None = None
     faults: Sequence[Record] = ()
+
+    @cached_property
+    def differing_settings(self) -> dict[str, tuple[Any, Any]]:
+        """Settings that differ from the defaults, as (value, default), without those of the run's name and files."""
+        defaults, corpus = _default_settings(self.settings), CorpusConfig().model_dump(mode="json")
+        expected = {key: defaults.get(key, corpus.get(key.rpartition(".")[2])) for key in self.settings}
+        differing = (key for key, value in self.settings.items() if value != expected[key] and key not in PLACES)
+        return {key: (self.settings[key], expected[key]) for key in differing}
 
     @property
     def best(self) -> Best | None:
@@ -235,14 +244,6 @@ def starts_of(records: list[Record]) -> list[Start]:
         elif record["event"] == "end" and starts:
             starts[-1] = Start(starts[-1].begun, record)
     return starts
-
-
-def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from the defaults, as (value, default), without those of the run's name and files."""
-    defaults, corpus = _default_settings(settings), CorpusConfig().model_dump(mode="json")
-    expected = {key: defaults.get(key, corpus.get(key.rpartition(".")[2])) for key in settings}
-    differing = (key for key, value in settings.items() if value != expected[key] and key not in PLACES)
-    return {key: (settings[key], expected[key]) for key in differing}
 
 
 def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

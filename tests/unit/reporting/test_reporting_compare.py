@@ -1,6 +1,7 @@
 """Runs side by side: what differs, which is best, and the same sentences."""
 
 import hashlib
+from unittest.mock import Mock
 
 import pytest
 from html_reader import Page, assert_sound
@@ -8,6 +9,7 @@ from run_builder import append, write_prepared, write_run
 from running import records
 
 from dist_transformer.files import read_json, write_json
+from dist_transformer.reporting import run_history
 from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows
 from dist_transformer.reporting.run_history import read_story
 from dist_transformer.run.folder import RunDir
@@ -36,6 +38,15 @@ def test_only_settings_that_differ_are_shown(stories):
     assert rows["optimizer.beta1"][0] == ["0.9", "0.8"]
     assert rows["run.seed"][0] == ["1", "2"]
     assert set(rows) == {"optimizer.beta1", "run.seed", "training.max_steps", "validation.every_steps"}
+
+
+def test_the_defaults_are_made_once_for_each_run(stories, monkeypatch):
+    making = Mock(wraps=run_history.flatten)
+    monkeypatch.setattr(run_history, "flatten", making)
+    setting_rows(stories)
+    calls = making.call_count
+    page_of(stories)
+    assert 0 < making.call_count == calls
 
 
 def test_another_training_text_and_what_happened_in_training_are_told_among_the_settings(tmp_path):

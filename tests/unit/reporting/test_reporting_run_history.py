@@ -10,7 +10,7 @@ from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.files import write_json, write_text
 from dist_transformer.reporting.page import run_page
-from dist_transformer.reporting.run_history import read_story, settings_that_differ, starts_of
+from dist_transformer.reporting.run_history import read_story, starts_of
 from dist_transformer.run.folder import RunDir
 
 
@@ -152,7 +152,7 @@ def test_records_of_other_shapes_are_no_reason_to_fail(tmp_path):
 
 def test_only_settings_that_are_not_the_defaults_differ(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=50, **{"optimizer.beta2": 0.97})
-    differing = settings_that_differ(read_story(run_dir).settings)
+    differing = read_story(run_dir).differing_settings
     assert differing["optimizer.beta2"] == (0.97, 0.98)
     assert differing["model.preset"] == ("tiny", "base")
     assert "model.d_model" not in differing  # as the preset has it
