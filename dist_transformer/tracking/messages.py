@@ -3,7 +3,7 @@
 metrics.jsonl  {"event": "train", "step": 50, "loss": 9.01}   the point (50, 9.01) of the curve train/loss
 the outbox     start        status RUNNING, tags, description, parameters, the file config.yaml, the corpora
                checkpoint   a logged model that is only a reference: path, step, scores; tags of best and deleted ones
-               samples      the table samples.json: all of samples.jsonl
+               samples      the table samples.json: the newest SAMPLES_BYTES of samples.jsonl
                profile      the table of a profile
                figures      the file report.html
                model        a logged model that MLflow can serve, registered on request
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from dist_transformer.files import file_sha256
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.records import records_of
+from dist_transformer.run.tail import lines_backwards
 from dist_transformer.tracking.outbox import CannotBeSent, Model, Point, files_of, local_files_refused
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun
 
-SAMPLES = "samples.json"
 _EVENTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "start": (("status", "words", "files"), {"time", "tags", "parameters", "config"}),
     "checkpoint": (("words",), {"time", "path", "step", "metrics"}),
@@ -43,6 +43,7 @@ REPLACED = ("samples", "figures")  # they send a file as it is by then: of sever
 OVERRIDDEN = ("is_best", "kept")  # of checkpoints that wait, the last that says it is enough: it sets the tags of all
 STATUSES = ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
+SAMPLES_BYTES = 4 << 20  # at most: the whole file, sent at each validation, would add up by the square of their number
 
 
 def points_of(record: Mapping[str, Any]) -> list[Point]:
@@ -84,7 +85,7 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
             run.log_text(event["config"], "config.yaml")
             run.log_long_parameters(event["parameters"])
         case "files", "samples":
-            run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, SAMPLES)
+            run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, "samples.json")
         case "files", "profile":
             run.log_file(_of_run(run_dir, event["path"]))
         case "figures", "figures":
@@ -142,8 +143,9 @@ def _refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
 
 
 def sample_rows(samples: Path) -> Iterator[list[Any]]:
-    """The sentences of samples.jsonl, each as a row of SAMPLE_COLUMNS, in the order of the file."""
-    for record in (r for r in read_records(samples) if {"step", "corpus", "sentences"} <= r.keys()):
+    """The newest sentences of samples.jsonl, each as a row of SAMPLE_COLUMNS, in the order of the file."""
+    newest = [*lines_backwards(samples, max_bytes=SAMPLES_BYTES)][:0:-1] if samples.is_file() else ()
+    for record in (r for r in records_of(newest) if {"step", "corpus", "sentences"} <= r.keys()):
         for sentence in record["sentences"]:
             yield [record["step"], record["corpus"], *(sentence.get(column) for column in SAMPLE_COLUMNS[2:])]
 

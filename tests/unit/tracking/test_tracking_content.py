@@ -18,7 +18,7 @@ from tracking_helpers import TimedTracker, curves_in_file, curves_on_server, run
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, add_event
-from dist_transformer.tracking import mlflow_models
+from dist_transformer.tracking import messages, mlflow_models
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import ServerRefused
 from dist_transformer.tracking.tracker import Tracker, description, sync
@@ -296,6 +296,18 @@ def test_samples_are_one_table_of_all_validations(
         for corpus, number in (("validation", 1), ("newstest", 7))
     ]
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
+
+
+def test_of_many_samples_the_newest_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them at each validation would be bytes by the square of the number of validations."""
+    samples = MetricsLog(tmp_path / "samples.jsonl")
+    for step in range(100, 200):
+        samples.append("samples", step, sample(step, "validation", 1))
+    everything = [row[0] for row in messages.sample_rows(samples.path)]
+    assert everything == [*range(100, 200)]
+    newest = samples.path.read_bytes().splitlines(keepends=True)[-10:]
+    monkeypatch.setattr(messages, "SAMPLES_BYTES", len(b"".join(newest)) + 5)
+    assert [row[0] for row in messages.sample_rows(samples.path)] == [*range(190, 200)]
 
 
 def test_of_samples_that_wait_the_last_are_sent_which_hold_all(stored_run_dir: RunDir, client: MlflowClient) -> None:
