@@ -65,8 +65,8 @@ def look_at(run_dir: RunDir) -> RunView:
     run, owner = read_record(run_dir.state), read_record(run_dir.owner)
     tracking, max_steps = read_record(run_dir.tracking), _max_steps(run_dir)
     began = float(owner.get("started", 0.0))
-    records = newest_records(run_dir, began)
-    newest = records[0] if records else next(iter(newest_records(run_dir)), {})
+    records = [*islice(records_of_training(run_dir.metrics), SPEED_RECORDS)]
+    newest = next(iter(records), {})
     step = max(int(run.get("step", 0)), int(newest.get("step", 0)))
     checkpoint = None
     with suppress(OSError):  # a folder without permission to read
@@ -78,7 +78,7 @@ def look_at(run_dir: RunDir) -> RunView:
         max_steps=max_steps,
         starts=int(run.get("starts", 0)),
         newest=newest,
-        seconds_to_last_step=_seconds_to_end(records, step, max_steps),
+        seconds_to_last_step=_seconds_to_end([r for r in records if r["time"] >= began], step, max_steps),
         checkpoint=checkpoint,
         checkpoint_time=_mtime(run_dir.checkpoints / checkpoint) if checkpoint else None,
         set_aside=_set_aside(run_dir),
@@ -90,11 +90,6 @@ def look_at(run_dir: RunDir) -> RunView:
         mlflow_run_id=tracking.get("run_id"),
         mlflow_uri=without_credentials(tracking["uri"]) if tracking.get("uri") else None,
     )
-
-
-def newest_records(run_dir: RunDir, since: float = 0.0) -> list[dict[str, Any]]:
-    """Returns the newest records of training, newest first, not older than `since`."""
-    return [*islice((r for r in records_of_training(run_dir.metrics) if r["time"] >= since), SPEED_RECORDS)]
 
 
 def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int | None) -> float | None:
