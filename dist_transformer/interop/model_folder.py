@@ -127,7 +127,7 @@ def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     _check_weights(weights, model, str(weights_path))
     # Not strict, since a tied parameter has two names in the module and one in the file; all names were just checked.
-    model.load_state_dict(weights, strict=False, assign=True)
+    model.load_state_dict(weights, strict=False, assign=config.plugin is None)
     return LoadedModel(model.eval(), files, config, information, read_card(folder / CARD))
 
 
@@ -178,11 +178,13 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
 
 
 def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
-    """The model with shapes but no values, on "meta": needs no memory, no time, and no random numbers."""
-    with torch.device("meta"), _NothingDrawn():
-        if config.plugin is not None:
+    """The model with shapes but no values, on "meta": needs no memory, no time, and no random numbers. The network of a
+    plug-in is on the CPU: its code may compute with values, and its tied weights would part where "meta" is left."""
+    if config.plugin is not None:
+        with torch.random.fork_rng(devices=[]):
             plugin = find("model.plugin", config.plugin)
             return build_plugin(plugin, config, source_vocabulary, target_vocabulary, pad_id)
+    with torch.device("meta"), _NothingDrawn():
         return Transformer(config, source_vocabulary, target_vocabulary, pad_id)
 
 

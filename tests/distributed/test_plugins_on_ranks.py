@@ -74,6 +74,41 @@ def test_16_bit_types_train_it_too(train_small, model, precision, stage):
     assert {str(t.dtype) for t in load_file(run / "model/model.safetensors").values()} == {"torch.float32"}
 
 
+TIED = """import torch
+from torch import nn
+class build(nn.Module):
+    def __init__(self, config, source_vocabulary, target_vocabulary, pad_id):
+        super().__init__()
+        size = config.d_model
+        self.embedding, self.out = nn.Embedding(target_vocabulary, size), nn.Linear(size, target_vocabulary)
+        self.source, self.target = nn.GRU(size, size, batch_first=True), nn.GRU(size, size, batch_first=True)
+        self.out.weight = self.embedding.weight
+        self.rates, self.table = [each.item() for each in torch.linspace(0, 1, 4)], torch.linspace(0, 1, size)
+    def forward(self, source, target):
+        first = self.source(self.embedding(source))[0].mean(1, keepdim=True) * self.rates[3]
+        return self.out(self.target(self.embedding(target) + first + self.table)[0])
+"""
+
+
+def test_tied_weights_and_values_computed_when_built_are_those_of_translations_in_every_stage(train_small, command):
+    (command.folder / "tied.py").write_text(TIED, encoding="utf-8")
+    settings = (
+        "model.plugin=tied.py:build",
+        "training.max_steps=6",
+        "validation.every_steps=6",
+        "validation.translate=true",
+    )
+    runs = [train_small(f"tied-{stage}", *settings, f"training.zero_stage={stage}", ranks=2) for stage in (1, 3)]
+    expected, found = (records(run, "validation")[-1] for run in runs)
+    assert expected["chrf"] > 0
+    for measure in ("loss", "chrf"):
+        assert found[measure] == pytest.approx(expected[measure], rel=0.02)
+    lines = "The train leaves.\n\n"
+    translated = [command("translate", run, "--plugin", "tied.py:build", text=lines) for run in runs]
+    assert translated[0] == translated[1]
+    assert len(translated[0].splitlines()) == 2
+
+
 def test_a_model_folder_executes_its_code_only_if_the_user_names_that_file(command: Command, undisturbed: Path):
     refused = command("translate", undisturbed, code=2, text="The train leaves.\n")
     assert "--plugin FILE:NAME" in refused

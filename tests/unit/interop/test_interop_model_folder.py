@@ -26,6 +26,8 @@ from dist_transformer.files import write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.marian import export_marian
 from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder, save_model_folder, tokenizer_files
+from dist_transformer.model.plugin import build_plugin
+from dist_transformer.plugins import find
 
 Save = Callable[..., Any]
 SOURCE, TARGET_IN = torch.tensor([[5, 6, 7, 2], [8, 2, 0, 0]]), torch.tensor([[1, 4, 5], [1, 6, 0]])
@@ -70,6 +72,42 @@ def test_a_loaded_model_can_be_trained_further(save_small_model: Save) -> None:
     model = load_model_folder(save_small_model().folder).model
     model.loss(SOURCE, TARGET_IN, TARGET_IN, 0.1)[0].backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+NETWORK = """import torch
+class build(torch.nn.Module):
+    def __init__(self, config, source_vocabulary, target_vocabulary, pad_id):
+        super().__init__()
+        self.embedding, self.out = torch.nn.Embedding(target_vocabulary, 8), torch.nn.Linear(8, target_vocabulary)
+        {given}
+    def forward(self, source, target):
+        return self.out(self.embedding(source).mean(1, True) + self.embedding(target) {used})
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("self.out.weight = self.embedding.weight", ""),
+        ("self.rates = [each.item() for each in torch.linspace(0, 1, 8)]", "* self.rates[3]"),
+        ("self.table = torch.linspace(0, 1, 8)", "+ self.table"),
+    ],
+)
+def test_a_loaded_network_of_a_plug_in_has_its_ties_and_the_values_that_it_computes_when_built(
+    tmp_path: Path, given: str, used: str, save_small_model: Save
+) -> None:
+    saved, file = save_small_model(), tmp_path / "network.py"
+    file.write_text(NETWORK.format(given=given, used=used))
+    plugin = f"{file}:build"
+    config = saved.config.model_copy(update={"plugin": plugin})
+    model = build_plugin(find("model.plugin", plugin), config, 16, 16, 0)
+    weights = dict(model.named_parameters())
+    save_model_folder(saved.folder, weights, config, saved.tokenizer_files, saved.information, plugin_file=file)
+    before = torch.get_rng_state()
+    loaded = load_model_folder(saved.folder, plugin)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(loaded.model(SOURCE, TARGET_IN), model(SOURCE, TARGET_IN))
+    assert dict(loaded.model.named_parameters()).keys() == weights.keys()
 
 
 def test_loading_draws_no_random_numbers(save_small_model: Save) -> None:
