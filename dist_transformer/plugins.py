@@ -129,9 +129,7 @@ def error_of(plugin: Plugin, error: BaseException) -> UserError:
 def measure_of(plugin: Plugin) -> ScoreTranslations:
     """Executes the plug-in of a measure and returns it; its errors are UserErrors."""
     function: ScoreTranslations = plugin.load()
-    return lambda hypotheses, references, sources: call(
-        plugin, lambda: float(function(hypotheses, references, sources))
-    )
+    return lambda *lists: call(plugin, lambda: float(function(*map(list, lists))))  # copies, which it may change
 
 
 def _loaded(plugin: Plugin) -> Any:

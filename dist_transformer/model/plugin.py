@@ -59,7 +59,7 @@ class PluginTransformer(Transformer):
 
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         try:
-            logits = self.network(source_BS, target_BT)
+            logits = self.network(source_BS.clone(), target_BT.clone())  # which it may change
         except (Exception, SystemExit) as error:
             is_told = isinstance(error, DistTransformerError | MemoryError | OSError)
             if is_told or explain(error) or _OF_DEVICE.search(str(error)):

@@ -132,3 +132,16 @@ def test_errors_of_memory_a_device_and_other_ranks_are_none_of_the_network(file:
     with pytest.raises(type(error)) as caught:
         model(torch.ones(1, 2), torch.ones(1, 2))
     assert caught.value is error
+
+
+def test_a_network_that_writes_into_its_ids_changes_none_of_a_batch(file: Path):
+    class Network(torch.nn.Module):
+        def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*target.zero_().shape, 5) + source.zero_().sum()
+
+    model, ids = (
+        PluginTransformer(find("model.plugin", f"{file}:build"), Network(), 5, 0).eval(),
+        torch.ones(1, 2).long(),
+    )
+    model(ids, ids)
+    assert torch.equal(ids, torch.ones(1, 2))

@@ -193,6 +193,14 @@ def test_a_metric_that_ends_the_program_is_one_message(tmp_path: Path):
         score([], [], [])
 
 
+def test_a_metric_that_changes_its_lists_changes_none_of_the_validation(tmp_path: Path):
+    code = "def score(*lists):\n    for each in lists:\n        each.sort()\n        each.pop()\n    return 1\n"
+    (tmp_path / "sorts.py").write_text(code, encoding="utf-8")
+    lists = [["b", "a"], ["d", "c"], ["f", "e"]]
+    assert measure_of(find("validation.plugin", f"{tmp_path}/sorts.py:score"))(*lists) == 1.0
+    assert lists == [["b", "a"], ["d", "c"], ["f", "e"]]
+
+
 def test_the_example_of_comet_is_the_mean_over_all_batches_and_keeps_our_logging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comet: str
 ):
