@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.distributed.causes import explain
@@ -67,9 +68,12 @@ class PluginTransformer(Transformer):
             raise error_of(self.plugin, error) from error
         expected = f"a tensor of shape {(*target_BT.shape, self.target_vocabulary)}"
         found = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        if found == expected and not (logits.is_floating_point() and (logits.requires_grad or not self.training)):
+            found += f" ({logits.dtype}, requires_grad={logits.requires_grad})"
         if found != expected:
             where = f"{self.plugin.key}: {self.plugin.name} of {self.plugin.file}"
-            raise UserError(f"{where}: forward returned {found}, expected {expected}; mend the plug-in")
+            needed = f"{expected} of floating point, in training with a gradient"
+            raise UserError(f"{where}: forward returned {found}, expected {needed}; mend the plug-in")
         return cast(Tensor, logits)
 
     def loss(  # as ours
@@ -116,11 +120,10 @@ def build_plugin(
         problem = f"returned {type(network).__name__}, expected a torch.nn.Module"
     elif not any(True for _ in network.parameters()):
         problem = "returned a module without parameters: there is nothing to train"
+    elif odd := [n for n, p in network.named_parameters() if is_lazy(p) or not (p.dim() and p.is_floating_point())]:
+        problem = f"returned {', '.join(odd[:5])}, expected parameters of floating point, with a dimension and a size (not lazy)"
     elif buffers := [name for name, _ in network.named_buffers()]:
-        problem = (
-            f"returned a module with buffers ({', '.join(buffers[:5])}), which no checkpoint keeps: make them parameters, or "
-            "compute them in forward"
-        )
+        problem = f"returned buffers ({', '.join(buffers[:5])}), which are not saved: use parameters, or compute them in forward"
     if problem is not None:
         raise UserError(f"{plugin.key}: {plugin.name} of {plugin.file} {problem}").agreed()
-    return PluginTransformer(plugin, network, target_vocabulary, pad_id)
+    return PluginTransformer(plugin, network.float(), target_vocabulary, pad_id)

@@ -159,6 +159,16 @@ class build(torch.nn.Module):
         ("def build(*_):\n    raise KeyError('mine')\n", "line 2: KeyError: 'mine'", 1),
         ("import torch\nbuild = lambda *_: torch.nn.BatchNorm1d(3)\n", "buffers (running_mean", 1),
         ("import torch\nbuild = lambda *_: torch.nn.Identity()\n", "nothing to train", 1),
+        (
+            "import torch\nbuild = lambda *_: torch.nn.LazyLinear(3)\n",
+            "returned weight, bias, expected parameters of float",
+            1,
+        ),
+        (
+            FORWARD.format("self.part").replace("Linear(3, 3)", "Parameter(torch.tensor(1.0))"),
+            "returned part, expected",
+            1,
+        ),
         ("import nowhere\ndef build(): ...\n", "line 1: ModuleNotFoundError", 1),
         (FORWARD.format("self.part(target.float())"), "build of {file}, line 6: RuntimeError: mat1 and mat2", 2),
         (FORWARD.format("exit(3)"), "build of {file}, line 6: SystemExit: 3; mend the plug-in", 1),
@@ -169,6 +179,12 @@ class build(torch.nn.Module):
             1,
         ),
         (FORWARD.format("self.part.weight"), "build of {file}: forward returned a tensor of shape (3, 3), expected", 1),
+        (
+            FORWARD.format("torch.zeros(*target.shape, 200).long()"),
+            "200) (torch.int64, requires_grad=False), expected",
+            1,
+        ),
+        (FORWARD.format("torch.zeros(*target.shape, 200)"), "200) (torch.float32, requires_grad=False), expected", 1),
     ],
 )
 def test_code_that_cannot_be_trained_is_one_message(command: Command, undisturbed: Path, code, message, num_ranks):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
-from dist_transformer.model.plugin import PluginTransformer
+from dist_transformer.model.plugin import PluginTransformer, build_plugin
 from dist_transformer.plugins import find, problems_of, with_absolute_path
 
 CODE = "import os as system\nfrom json import dumps\nTABLE: dict = {}\nkeep = len\nclass Model: ...\ndef build(): ...\n"
@@ -132,6 +133,23 @@ def test_errors_of_memory_a_device_and_other_ranks_are_none_of_the_network(file:
     with pytest.raises(type(error)) as caught:
         model(torch.ones(1, 2), torch.ones(1, 2))
     assert caught.value is error
+
+
+@pytest.mark.parametrize("value", ["torch.tensor(1.0)", "torch.arange(3)", "torch.ones(3, dtype=torch.complex64)"])
+def test_parameters_that_cannot_be_trained_or_kept_are_named(tmp_path: Path, value: str):
+    code = f"module = torch.nn.Linear(3, 3)\nmodule.odd = torch.nn.Parameter({value}, requires_grad=False)\n"
+    (tmp_path / "odd.py").write_text(f"import torch\n{code}build = lambda *_: module\n", encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"odd.py returned odd, expected parameters of floating point, with a dimension"
+    ):
+        build_plugin(find("model.plugin", f"{tmp_path}/odd.py:build"), ModelConfig(), 3, 3, 0)
+
+
+@pytest.mark.parametrize("dtype", ["half", "double"])
+def test_parameters_in_another_precision_are_those_of_fp32(tmp_path: Path, dtype: str):
+    (tmp_path / "odd.py").write_text(f"import torch\nbuild = lambda *_: torch.nn.Linear(3, 3).{dtype}()\n", "utf-8")
+    network = build_plugin(find("model.plugin", f"{tmp_path}/odd.py:build"), ModelConfig(), 3, 3, 0)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
 
 
 def test_a_network_that_writes_into_its_ids_changes_none_of_a_batch(file: Path):
