@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from dist_transformer.config.checks import check_model
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError
 from dist_transformer.files import MISPLACED, file_sha256, is_file, patiently, share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
@@ -92,7 +93,7 @@ def save_model_folder(
     """
     header: dict[str, Any] = {"label": LABEL, "format": FORMAT}
     if config.plugin is None:
-        _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
+        _check_weights(weights, empty_model(config, information), f"the weights for {folder}")
     elif plugin_file is None or not plugin_file.is_file():
         raise CheckpointError(f"{plugin_file}: no such file, expected the copy of model.plugin; put it back there")
     else:
@@ -121,7 +122,7 @@ def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
     files = tokenizer_files(folder)
     if config.plugin is not None:
         config = config.model_copy(update={"plugin": _named_plugin(folder, config.plugin, plugin)})
-    model = _model_of(config, information)
+    model = empty_model(config, information)
     weights_path = _existing(folder / WEIGHTS)
     with open_safetensors(weights_path) as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
@@ -177,15 +178,14 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
         raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
 
 
-def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
-    """The model with shapes but no values, on "meta": needs no memory, no time, and no random numbers. The network of a
-    plug-in is on the CPU: its code may compute with values, and its tied weights would part where "meta" is left."""
+def empty_model(config: ModelConfig, about: ModelInformation | Manifest) -> Transformer:
+    """The model with shapes but no values, on "meta": needs no memory, time or random numbers. A plug-in's is on the CPU."""
+    sizes = about.source_vocabulary, about.target_vocabulary, about.pad_id
     if config.plugin is not None:
-        with torch.random.fork_rng(devices=[]):
-            plugin = find("model.plugin", config.plugin)
-            return build_plugin(plugin, config, source_vocabulary, target_vocabulary, pad_id)
+        with torch.random.fork_rng(devices=[]):  # its code may compute with values; leaving "meta" parts tied weights
+            return build_plugin(find("model.plugin", config.plugin), config, *sizes)
     with torch.device("meta"), _NothingDrawn():
-        return Transformer(config, source_vocabulary, target_vocabulary, pad_id)
+        return Transformer(config, *sizes)
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -258,10 +258,6 @@ def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
         raise ValueError(problem)
     if config.shared_embeddings and information.source_vocabulary != information.target_vocabulary:
         raise ValueError("shared_embeddings needs one vocabulary, but source_vocabulary is not target_vocabulary")
-
-
-def _model_of(config: ModelConfig, information: ModelInformation) -> Transformer:
-    return empty_model(config, information.source_vocabulary, information.target_vocabulary, information.pad_id)
 
 
 class _NothingDrawn(TorchFunctionMode):

@@ -233,8 +233,8 @@ def _full_model(run: Run, engine: Engine) -> Iterator[Transformer]:
         finally:
             engine.train()
         return
-    ranks, manifest = run.ranks, run.data.manifest
-    model = empty_model(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
+    ranks = run.ranks
+    model = empty_model(run.config.model, run.data.manifest)
     if run.training.precision == "fp16":
         model.half()
 
