@@ -29,7 +29,7 @@ from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import begin, locked, run_as_job, run_due, set_aside, words_of
 from dist_transformer.pipeline.schema import HEADING, SETTINGS, Pipeline, checked, read_pipeline
-from dist_transformer.pipeline.state import State, configuration, states_of, text_problems
+from dist_transformer.pipeline.state import State, configuration, input_problems, states_of
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.attempts import may_be_hidden
 from dist_transformer.run.folder import RunDir
@@ -63,7 +63,7 @@ def run_command(
             states = states_of(pipeline)
             if jobs := _jobs_of(pipeline, states):
                 raise UserError(f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it or end it with scancel")
-            if problems := text_problems(pipeline, [name for name, state in states.items() if state.restarts]):
+            if problems := input_problems(pipeline, [name for name, state in states.items() if state.restarts]):
                 raise ConfigError(problems, HEADING)
             if signals.came:
                 sys.exit(EXIT_REQUEUE)
@@ -100,7 +100,7 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
     states = states_of(pipeline)
     due = [name for name, state in states.items() if state.is_due]
     anew = [name for name in due if states[name].restarts]
-    if problems := text_problems(pipeline, anew):
+    if problems := input_problems(pipeline, anew):
         raise ConfigError(problems, "cannot submit:")
     if dry_run:
         anew = [name for name in anew if pipeline.folder(name).exists()]

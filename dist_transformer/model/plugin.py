@@ -71,9 +71,8 @@ class PluginTransformer(Transformer):
         if found == expected and not (logits.is_floating_point() and (logits.requires_grad or not self.training)):
             found += f" ({logits.dtype}, requires_grad={logits.requires_grad})"
         if found != expected:
-            where = f"{self.plugin.key}: {self.plugin.name} of {self.plugin.file}"
-            needed = f"{expected} of floating point, in training with a gradient"
-            raise UserError(f"{where}: forward returned {found}, expected {needed}; mend the plug-in")
+            said = f"{self.plugin.key}: {self.plugin.name} of {self.plugin.file}: forward returned {found}, expected {expected}"
+            raise UserError(f"{said} of floating point, in training with a gradient; mend the plug-in")
         return cast(Tensor, logits)
 
     def loss(  # as ours

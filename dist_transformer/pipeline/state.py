@@ -109,13 +109,19 @@ def configuration(pipeline: Pipeline, name: str) -> Config:
     return config
 
 
-def text_problems(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
-    """Returns a problem for each text of the user's that these nodes cannot read, or that is not as long as its other side."""
+def input_problems(pipeline: Pipeline, names: Iterable[str]) -> list[str]:
+    """Returns a problem for each text or model that these nodes cannot read, and text that is not as long as its other side."""
     found = list[str]()
     for name in names:
         kind, values, reads = pipeline.nodes[name]
         files = [at for key in TEXTS if values.get(key) and not pipeline.is_made(at := pipeline.located(values[key]))]
         try:
+            averaged = [each for each in reads if pipeline.nodes[each].kind == "average"]
+            runs = {*reads, *(run for each in averaged for run in pipeline.nodes[each].reads)}
+            models = [configuration(pipeline, run).model for run in runs if pipeline.nodes[run].kind == "train"]
+            if "model" in values and any(each.plugin for each in models):
+                place = f"{pipeline.marked.place(('nodes', name, 'model'))}: nodes.{name}.model"
+                found.append(f"{place}: is a network of model.plugin, which no node can load; leave this node out")
             if kind in CONFIGURED and not reads:
                 found += first_pairs_problems(configuration(pipeline, name))
             elif kind == "evaluate" and files:  # it reads text as training does

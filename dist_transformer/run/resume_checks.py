@@ -100,6 +100,8 @@ def stage_problems(config: Config, run_dir: RunDir, stages: Sequence[Stage], aft
     """Yields a problem for each stage that would have nothing to do or nothing to start from."""
     if "evaluate" in stages and config.data.test is None:
         yield "data.test: is not given, and the stage evaluate scores it; give it, or leave the stage out"
+    if "evaluate" in stages and config.model.plugin is not None:
+        yield "model.plugin: is code that the stage evaluate cannot load; leave the stage out, and call evaluate --plugin later"
     if "train" in stages:
         run = read_record(run_dir.state)
         step, max_steps = int(run.get("step", 0)), config.training.max_steps

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.model.plugin import PluginTransformer, build_plugin
@@ -113,6 +114,15 @@ def test_settings_of_our_own_network_are_refused_beside_a_plugin(tmp_path: Path,
 
     (tmp_path / "run.yaml").write_text("data: {train: {demo: train}}\n", encoding="utf-8")
     assert "is for our own network" in one_problem_of(tmp_path / "run.yaml", f"model.plugin={file}:build", override)
+
+
+def test_a_model_that_mlflow_cannot_serve_is_not_to_be_registered_and_a_run_folder_that_says_so_is_read(tmp_path, file):
+    from config_problems import one_problem_of
+
+    (tmp_path / "run.yaml").write_text("data: {train: {demo: train}}\n", encoding="utf-8")
+    given = (f"model.plugin={file}:build", "tracking.register_as=mine")
+    assert "tracking.register_as: MLflow serves" in one_problem_of(tmp_path / "run.yaml", *given)
+    assert load_config(tmp_path / "run.yaml", [*given], check_files=False).tracking.register_as == "mine"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, locked, set_aside, words_of
 from dist_transformer.pipeline.schema import KINDS, RECORD, Pipeline
-from dist_transformer.pipeline.state import State, complete, states_of
+from dist_transformer.pipeline.state import State, complete, input_problems, states_of
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.run.folder import RunDir
 
@@ -417,6 +417,21 @@ def test_a_shortlist_of_a_run_that_makes_no_lexicon_is_told_before_anything_runs
     assert words_of(pipeline, "int8")[-2:] == ["--shortlist", f"{pipeline.root}/teacher/lexicon.npz"]
     texts = pipeline_in(folder, "nodes.int8={kind: export, model: made, shortlist: [train.en, train.de]}")
     assert [*states_of(texts)["int8"].now["files"]] == ["made/model.safetensors", "train.en", "train.de"]
+
+
+def test_a_node_that_would_load_a_network_of_a_plug_in_is_told_before_anything_runs(folder):
+    averaged = "nodes.averaged={kind: average, run: {node: teacher}}"
+    likely = "nodes.likely={kind: score, model: {node: averaged}, source: mono, target: {node: forward}}"
+    pipeline = pipeline_in(folder, averaged, likely, f"nodes.teacher.set.model.plugin={folder}/network.py:build")
+    (folder / "network.py").write_text("def build(): ...\n")
+    assert states_of(pipeline)["likely"].state == "new"
+    problems = input_problems(pipeline, pipeline.nodes)
+    said = "is a network of model.plugin, which no node can load; leave this node out"
+    assert [problem.rpartition(" nodes.")[2] for problem in problems] == [
+        f"forward.model: {said}",
+        f"likely.model: {said}",
+    ]
+    assert input_problems(pipeline_in(folder, averaged, likely), pipeline.nodes) == []
 
 
 def test_the_words_of_a_node_are_those_of_its_verb(folder):

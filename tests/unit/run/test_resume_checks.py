@@ -291,6 +291,17 @@ def test_a_run_that_has_nothing_is_neither_averaged_nor_evaluated(run_dir: RunDi
     plan()
 
 
+def test_a_network_of_a_plug_in_is_averaged_and_not_evaluated_by_a_job(run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text("def build(): ...\n")
+    config = config_of(data={"test": {"demo": "test"}})
+    model = config.model.model_copy(update={"plugin": f"{tmp_path}/network.py:build"})
+    config = config.model_copy(update={"model": model})
+    plan_submission(config, run_dir, stages=("train", "average"), dry_run=True)
+    with pytest.raises(ConfigError, match=r"model.plugin: .* evaluate --plugin") as caught:
+        plan_submission(config, run_dir, stages=("train", "evaluate"), dry_run=True)
+    assert len(caught.value.problems) == 1
+
+
 # -------------------------------------------------------------------------------------------------------------- busy
 
 
