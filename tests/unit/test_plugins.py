@@ -12,7 +12,7 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.model.plugin import PluginTransformer, build_plugin
-from dist_transformer.plugins import find, problems_of, with_absolute_path
+from dist_transformer.plugins import find, measure_of, problems_of, with_absolute_path
 
 CODE = "import os as system\nfrom json import dumps\nTABLE: dict = {}\nkeep = len\nclass Model: ...\ndef build(): ...\n"
 
@@ -123,6 +123,14 @@ def test_a_model_that_mlflow_cannot_serve_is_not_to_be_registered_and_a_run_fold
     given = (f"model.plugin={file}:build", "tracking.register_as=mine")
     assert "tracking.register_as: MLflow serves" in one_problem_of(tmp_path / "run.yaml", *given)
     assert load_config(tmp_path / "run.yaml", [*given], check_files=False).tracking.register_as == "mine"
+
+
+@pytest.mark.parametrize("code", ["None", "lambda: 3"])
+def test_an_error_of_the_program_about_what_the_code_returned_names_no_line_of_the_program(tmp_path: Path, code: str):
+    (tmp_path / "odd.py").write_text(f"def score(*_):\n    return {code}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"score of [^,]*/odd.py: TypeError: float") as caught:
+        measure_of(find("validation.plugin", f"{tmp_path}/odd.py:score"))([], [], [])
+    assert "plugins.py" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
