@@ -1,8 +1,6 @@
 """Translation by CTranslate2: a `Searcher` for an exported model, or for a model folder, which it exports itself.
 
-Both searches let a translation end only among the likeliest extensions of the beam. CTranslate2's is over when as many
-translations as the beam have ended, ours continues while a better one is possible. Its scores are normalised over the
-pieces that may be produced, ours over all. Both differences matter only for models that are uncertain.
+docs/interop.md says how its search differs from ours.
 """
 
 import os

@@ -1,8 +1,4 @@
-"""Adapter of sacreBLEU and sacremoses: scores of a corpus with signatures that make them comparable (Post, 2018).
-
-`corpus_scores` is for present comparisons: detokenized text, tokenised by sacreBLEU. `tokenised_scores` is for
-comparisons with papers that used their own tokenised text, such as "Attention Is All You Need".
-"""
+"""Adapter of sacreBLEU and sacremoses: scores of a corpus with signatures that make them comparable (Post, 2018)."""
 
 import functools
 import logging

@@ -1,7 +1,4 @@
-"""Translation of a file in parts: by this process, by several that it starts, or by the ranks of a Slurm job.
-
-Rank r of N takes the unfinished chunks of r, r + N, ... The ranks do not communicate: finished parts are on the disk.
-"""
+"""Translation of a file in parts: by this process, by several that it starts, or by the ranks of a Slurm job."""
 
 import os
 import sys

@@ -2,8 +2,7 @@
 
     in_rounds(ranks, num_rounds, lambda number: translate(batches[number]), wants_stop)
 
-Each rank sends at the end of a round whether it continues, and receives the answer of all one round later: no rank
-waits for the slowest of a round, and a rank whose work has failed leaves no other rank alone in a collective.
+docs/architecture.md ("A validation runs in rounds") says how no rank waits for the slowest, or alone in a collective.
 """
 
 import logging

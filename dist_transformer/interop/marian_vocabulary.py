@@ -1,8 +1,4 @@
-"""Import and export of the tokenizer of Hugging Face's Marian folders: docs/interop.md.
-
-Marian numbers the pieces of both languages in `vocab.json`. Here: two sentencepiece models with these ids, so that nothing
-else is needed. Pieces that vocab.json lacks, the unknown piece there, come after the others, each with a copy of its row.
-"""
+"""Import and export of the tokenizer of Hugging Face's Marian folders: docs/interop.md."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -5,14 +5,9 @@
     plan = planner.plan(partition)
     plan.request(lane=3, window=0)         # WindowRequest(key, slices of row groups)
 
-The stream of a corpus is the concatenation of its row groups, permuted by (seed, corpus, pass), for pass 0, pass 1, ...
-A partition takes a number of rows (its quota) from the front of each stream and cuts each pass in them into one equal
-range for each lane, so that the lanes go through a pass together; the rows of a lane of all corpora are cut into equal
-windows, so that every window has each corpus in the same share. An epoch is one partition; before a stage of a mixture
-that waits for passes over a corpus, it is cut to end with them.
-It is repartitioned, into another partition, if the weights of a mixture change at a step or a run resumes with another number
-of lanes: windows that were begun are finished first, and all other rows return, in order, to the front of the streams. So
-every row is used once in each pass, and nothing here depends on ranks or loader processes.
+docs/architecture.md ("From text to micro-batches") says what streams, partitions and open windows are. A partition cuts each
+pass in the quota of a stream into one equal range for each lane, so that the lanes go through a pass together. Nothing here
+depends on ranks or loader processes.
 """
 
 from bisect import bisect_left, bisect_right

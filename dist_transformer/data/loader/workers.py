@@ -1,9 +1,7 @@
 """Loader processes: build windows ahead of need; a process that dies or hangs causes an error, not an endless wait.
 
-Windows are built by request and sent as flat arrays, so that any process can build any of them and none has state. Each
-process has a socket of its own, which a thread of the trainer reads: if a process is killed, mostly while it sends a
-window, the thread reads the end of the socket. torch's DataLoader has one pipe for all, which every process keeps open:
-its reader would wait for the rest of that window for ever. No shared memory is needed.
+Windows are built by request and sent as flat arrays, so that any process can build any of them and none has state.
+docs/architecture.md says why each has a socket of its own, and why they are not those of torch's DataLoader.
 """
 
 import contextlib

@@ -1,12 +1,7 @@
-"""Sums of gradients that have the same bits in every order, for `training.same_bits`.
+"""Sums of gradients that have the same bits in every order, for `training.same_bits`: docs/architecture.md.
 
 A sum of floats depends on the order of its additions; a sum of multiples of one unit does not, as long as it stays under
-2^53 units, where fp64 is exact. So the gradient of each lane is rounded to multiples of a unit before it is added to
-another's (the pre-rounding of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013).
-
-    lane 0    0.0312500004...  ->  multiple of 2^-44 ┐
-    lane 1   -0.0000719283...  ->  multiple of 2^-44 ├ exact sum in fp64, over lanes and ranks -> rounded to fp32, once
-    lane 2    ...                                    ┘
+2^53 units, where fp64 is exact: the pre-rounding of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013.
 """
 
 from collections.abc import Iterable

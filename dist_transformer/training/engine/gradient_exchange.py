@@ -3,9 +3,8 @@
     backward   | decoder 5 | decoder 4 | decoder 3 | ... | embedding |
     network                | bucket 0  | bucket 1  | ...       | last |  norm, update  | weights, embedding first
 
-DeepSpeed 0.19.8 sends nothing before the end of the pass where the caller decides when a step ends, and averages whole
-gradients in stage 1, of which a rank needs a part. It still cuts the weights and keeps masters and loss scale; stage 3
-and offload are its own altogether. A bucket is one of Adam's groups, which DeepSpeed lays out in one flat tensor.
+docs/architecture.md ("A step") says what DeepSpeed does otherwise, and what is left to it. A bucket is one of Adam's groups,
+which DeepSpeed lays out in one flat tensor.
 """
 
 import math

@@ -43,12 +43,7 @@ class Objective(nn.Module):
         shapes: Sequence[JoinedShape] | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Returns (label-smoothed loss, negative log-likelihood), each summed over the real target tokens.
-
-        `num_targets` is their number; counting them here would wait for the GPU. `shapes`: those of several batches whose
-        tokens are end to end. With `counts_hits` it also returns, for one batch, how many target tokens are the likeliest;
-        then without gradients.
-        """
+        """Returns what `Transformer.loss` does for the same arguments, with the second loss in training."""
         with self.autocast(source_BS.device):
             if shapes is not None and self.model.is_padded(shapes, source_BS):
                 rows, shapes = shapes[0].rows, None
