@@ -1,7 +1,6 @@
 """Sample translations: the fixed sentences step by step, and those drawn at the newest validations."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -30,13 +29,15 @@ class FixedSentence:
     translations: list[tuple[int, str]]
 
     @property
-    def num_different(self) -> int:
-        return len(changes(self.translations))
+    def changes(self) -> list[Stretch]:
+        """(First step, last step, translation) of each series of validations with the same translation."""
+        series = [[*found] for _, found in groupby(self.translations, key=itemgetter(1))]
+        return [(found[0][0], found[-1][0], found[0][1]) for found in series]
 
     @property
     def shown(self) -> list[Stretch]:
         """At most MOST_STEPS of its `changes`, evenly spaced, including the first and the last."""
-        found = changes(self.translations)
+        found = self.changes
         if len(found) <= MOST_STEPS:
             return found
         return [found[round(place * (len(found) - 1) / (MOST_STEPS - 1))] for place in range(MOST_STEPS)]
@@ -52,12 +53,6 @@ def fixed_sentences(story: RunStory) -> list[FixedSentence]:
             entry = found.setdefault(key, FixedSentence(*key, str(sentence.get("reference", "")), []))
             entry.translations.append((int(record.get("step", 0)), str(sentence.get("translation", ""))))
     return [*found.values()]
-
-
-def changes(translations: Sequence[tuple[int, str]]) -> list[Stretch]:
-    """Tuples (first step, last step, translation), one for each series of validations with the same translation."""
-    series = [[*found] for _, found in groupby(translations, key=itemgetter(1))]
-    return [(found[0][0], found[-1][0], found[0][1]) for found in series]
 
 
 def drawn_sentences(story: RunStory) -> dict[str, list[tuple[int, dict[str, Any]]]]:

@@ -16,7 +16,7 @@ from dist_transformer.reporting.formatting import measure_name, moment
 from dist_transformer.reporting.html import column_kinds
 from dist_transformer.reporting.page import run_page
 from dist_transformer.reporting.run_history import read_story
-from dist_transformer.reporting.samples import changes
+from dist_transformer.reporting.samples import FixedSentence
 from dist_transformer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
@@ -242,7 +242,8 @@ def test_all_but_the_first_two_fixed_sentences_fold_away(run_dir):
 
 
 def test_the_same_translation_in_a_row_is_one_stretch():
-    assert changes([(1, "a"), (2, "a"), (3, "b"), (4, "a")]) == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
+    sentence = FixedSentence("validation", 1, "source", "reference", [(1, "a"), (2, "a"), (3, "b"), (4, "a")])
+    assert sentence.changes == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
 
 
 def test_the_data_of_the_run_with_its_picture(plain):
