@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,10 @@ from dist_transformer.training.checkpoint.tensor_files import (
 )
 from dist_transformer.training.engine.bit_sums import sums_by_part
 from dist_transformer.training.engine.optimizer import PARTS
+from dist_transformer.training.engine.sharded_state import Fragment
 
 if TYPE_CHECKING:  # the engine is only passed in; importing it here would import DeepSpeed
-    from dist_transformer.training.engine.engine import Engine, Fragment
+    from dist_transformer.training.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +216,7 @@ class StagingBuffer:
         """Maximum size of the file that will hold the copy."""
         return sum(values.nbytes + HEADER_BYTES + len(key.encode()) for key, values in self.fragments.items())
 
-    def take(self, fragments: "list[Fragment]") -> None:
+    def take(self, fragments: list[Fragment]) -> None:
         """Copies the fragments; from a GPU into pinned memory, with one wait at the end."""
         keys = [fragment.key for fragment in fragments]
         assert len(set(keys)) == len(keys), "a rank holds one fragment of a tensor"
@@ -240,9 +242,7 @@ class _Writer(threading.Thread):
         super().__init__(name=f"writes {path.name}", daemon=True)
         self._path, self._staging, self._expected_sum = path, staging, expected_sum
         self._stages_done, self.ended = 0, 0.0
-        self._entry: dict[str, Any] | None = None
-        self._problem: str | None = None
-        self._error: BaseException | None = None
+        self._outcome = Future[dict[str, Any]]()
 
     def run(self) -> None:
         try:
@@ -252,13 +252,10 @@ class _Writer(threading.Thread):
             self._stages_done = 2
             entry = file_entry(self._path)
             if file_bit_sum(self._path) != self._expected_sum:
-                self._problem = f"{self._path.name}: differs from the state in memory"
-            else:
-                self._entry = entry
-        except (OSError, SafetensorError, MemoryError) as error:
-            self._problem = f"{self._path.name}: {error}"
+                raise OSError("differs from the state in memory")
+            self._outcome.set_result(entry)
         except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the main thread)
-            self._error = error
+            self._outcome.set_exception(error)
         self.ended = time.monotonic()
 
     def standing(self, looks: bool) -> tuple[bool, int, int]:
@@ -274,9 +271,10 @@ class _Writer(threading.Thread):
 
     def result(self) -> tuple[dict[str, Any] | None, str | None]:
         """Returns the file's manifest entry, or the disk's error, after the thread's end; raises any other error."""
-        if self._error is not None:
-            raise self._error
-        return self._entry, self._problem
+        try:
+            return self._outcome.result(), None
+        except (OSError, SafetensorError, MemoryError) as error:
+            return None, f"{self._path.name}: {error}"
 
 
 def _is_there(final: Path, state: Mapping[str, Any]) -> bool:

@@ -33,8 +33,6 @@ from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.engine.optimizer import PARTS, freeze, parameter_names
 from dist_transformer.training.engine.sharded_state import Fragment, Shard
 
-__all__ = ["PARTS", "Engine", "Fragment"]
-
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("DS_BUILD_OPS", "0")
 warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
