@@ -103,16 +103,6 @@ def _json(task: Task, search: Search, line: str, translations: Sequence[Translat
 
 
 @torch.no_grad()
-def cross_attention(model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation) -> Tensor:
-    """Cross-attention weights (L, H, T, S) of the decoder at each piece that it predicts; fp32, on the CPU. `line` is
-    not blank."""
-    (source,) = tokenizer.encode_source([line.strip()])
-    read = [tokenizer.bos_id, *translation.tokens]
-    device = model.output_weight.device
-    maps = model.attention_maps(torch.tensor([source], device=device), torch.tensor([read], device=device))
-    return torch.stack([weights_BHTS[0].float().cpu() for weights_BHTS in maps.cross])
-
-
 def word_alignment(
     model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation
 ) -> list[tuple[int, int]]:
@@ -121,9 +111,11 @@ def word_alignment(
     """
     if not translation.text.split() or not line.split():
         return []
-    text = line.strip()
-    weights_LHTS = cross_attention(model, tokenizer, line, translation)
-    weights_TS = weights_LHTS[max(0, len(weights_LHTS) - 2)].mean(0)
+    text, device = line.strip(), model.output_weight.device
+    (source,), read = tokenizer.encode_source([text]), [tokenizer.bos_id, *translation.tokens]
+    maps = model.attention_maps(torch.tensor([source], device=device), torch.tensor([read], device=device))
+    weights_HTS = maps.cross[max(0, len(maps.cross) - 2)][0].float().cpu()
+    weights_TS = weights_HTS.mean(0)
     source_words = words_of(text, tokenizer.source_spans(text)[:-1])
     target_words = words_of(translation.text, tokenizer.target_spans(translation.tokens))
     return links(weights_TS[:-1, :-1], source_words, target_words)
