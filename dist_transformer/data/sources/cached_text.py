@@ -6,7 +6,6 @@ read in place.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
@@ -33,7 +32,9 @@ def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder:
     """Reads pairs as `read_pairs`. A corpus that is not local is read once, then from its copy in `folder`."""
     if not corpus.hub and not has_address(corpus, data):
         return read_pairs(corpus, data, most)
-    copy = folder / FOLDER / f"{_digest(corpus, data, most)}.json"
+    settings = data.model_dump(mode="json", include={"root", "source_language", "target_language", "normalization"})
+    settings |= {"most": most, "corpus": corpus.model_dump(mode="json")}
+    copy = folder / FOLDER / f"{json_digest(settings)[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = read_json(copy)
         return kept["source"], kept["target"]
@@ -41,9 +42,3 @@ def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder:
     with suppress(OSError):  # the prepared folder may be closed to this user
         write_json(copy, {"source": source, "target": target})
     return source, target
-
-
-def _digest(corpus: CorpusConfig, data: DataConfig, most: int | None) -> str:
-    keys = {"root", "source_language", "target_language", "normalization"}
-    settings: dict[str, Any] = {**data.model_dump(mode="json", include=keys), "most": most}
-    return json_digest({**settings, "corpus": corpus.model_dump(mode="json")})[:16]

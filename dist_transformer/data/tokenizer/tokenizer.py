@@ -186,10 +186,6 @@ class Tokenizer:
         ids = self._source.unk_id(), self._target.unk_id()
         return sum(each.count(ids[0]) for each in source), sum(each.count(ids[1]) for each in target)
 
-    def text_of_pieces(self) -> tuple[str, str]:
-        """Concatenates the first 500 pieces of each side: a text that the model knows, whatever its language."""
-        return "".join(self.source_pieces(range(500))), "".join(self.target_pieces(range(500)))
-
     def can_spell_source(self, sentence: str) -> bool:
         """True if no part of a source sentence is unknown."""
         return self._source.unk_id() not in self._source.encode(sentence)

@@ -31,8 +31,6 @@ FIRST_SAMPLE_SECONDS = 0.5
 """Time of the first sample, so that a run of seconds has one too."""
 MOST_NODES = 16
 """Maximum number of nodes recorded one by one: 17 with 8 GPUs each would be 612 curves, too many for a chart."""
-GIGABYTE = 1e9
-MEGABYTE = 1e6
 
 
 class NodeSampler:
@@ -46,7 +44,7 @@ class NodeSampler:
         self._ended = threading.Event()
         self._measures: dict[str, Callable[[], dict[str, float]]] = {
             "the processors": lambda: {"cpu_percent": psutil.cpu_percent()},
-            "the memory": lambda: {"memory_gb": psutil.virtual_memory().used / GIGABYTE},
+            "the memory": lambda: {"memory_gb": psutil.virtual_memory().used / 1e9},
             "the network": _Network(),
         }
         if ranks.device.type == "cuda":
@@ -112,17 +110,14 @@ class _Network:
         if before is None:
             return {}
         seconds, sent, received = (value - earlier for value, earlier in zip(now, before, strict=True))
-        return {
-            "sent_mb_per_second": sent / MEGABYTE / seconds,
-            "received_mb_per_second": received / MEGABYTE / seconds,
-        }
+        return {"sent_mb_per_second": sent / 1e6 / seconds, "received_mb_per_second": received / 1e6 / seconds}
 
 
 def _gpus(count: int) -> dict[str, float]:
     values: dict[str, float] = {}
     for gpu in range(count):
         values[f"gpu{gpu}/percent"] = torch.cuda.utilization(gpu)
-        values[f"gpu{gpu}/memory_gb"] = torch.cuda.device_memory_used(gpu) / GIGABYTE
+        values[f"gpu{gpu}/memory_gb"] = torch.cuda.device_memory_used(gpu) / 1e9
         values[f"gpu{gpu}/watts"] = torch.cuda.power_draw(gpu) / 1000
         values[f"gpu{gpu}/celsius"] = torch.cuda.temperature(gpu)
     return values
