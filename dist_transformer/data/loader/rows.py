@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,13 +35,6 @@ ROWS_AT_ONCE = 4096
 log = logging.getLogger(__name__)
 
 
-class RowsRead(NamedTuple):
-    """The rows of a window, and the row groups left out, newly or by the request."""
-
-    rows: TokenRows
-    quarantined: tuple[Quarantined, ...]
-
-
 class RowReader:
     """Reads rows of a prepared corpus; can be sent to another process. Opens files and the tokenizer when needed.
 
@@ -62,7 +55,7 @@ class RowReader:
         texts = any(isinstance(corpus, TextCorpus) for corpus in self._corpora)
         return {"numpy": order_probe(), **({"sentencepiece": self._sampler.probe()} if texts else {})}
 
-    def read(self, request: WindowRequest) -> RowsRead:
+    def read(self, request: WindowRequest) -> TokenRows:
         """Reads the rows of a window, slice by slice.
 
         Raises:
@@ -75,7 +68,7 @@ class RowReader:
         row_ids = [(piece.corpus << CORPUS_SHIFT) + part.row_ids for piece, part in zip(pieces, parts, strict=True)]
         sides = _joined([part.source for part in parts]), _joined([part.target for part in parts])
         dropped = sum((part.dropped for part in parts), Counter[str]())
-        return RowsRead(TokenRows(_concatenated(row_ids), *sides, dropped), quarantined)
+        return TokenRows(_concatenated(row_ids), *sides, dropped, quarantined)
 
     def read_split(self, split: str) -> Iterator[TokenRows]:
         """Yields all rows of a split of token shards in order, by row group; DataError if one cannot be read."""

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.window_request import RowSlice
 
@@ -35,12 +36,14 @@ class TokenRows:
 
     Attributes:
         row_ids: numbers of the rows in their corpus; of a window those of a batch (see CORPUS_SHIFT).
+        quarantined: row groups left out of a window, newly or by its request.
     """
 
     row_ids: Ints
     source: TokenColumn
     target: TokenColumn
     dropped: Counter[str]
+    quarantined: tuple[Quarantined, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Windows as micro-batches: reads the rows, shuffles, buckets by length, pads, and lays all out in one flat array.
 
-A window is a pure function of (manifest, seed, epoch, partition, lane, window): any loader process of any rank computes the
-same one, and a resume recomputes one window per lane instead of reading the epoch again.
+A window is a pure function of its request and the seed: any loader process of any rank computes the same one.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from dist_transformer.data.loader.batching import Bucket, Ints, buckets_of
 from dist_transformer.data.loader.position import Quarantined
-from dist_transformer.data.loader.rows import RowReader, RowsRead
+from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
 from dist_transformer.data.special_tokens import SpecialTokens
@@ -75,23 +74,22 @@ class WindowBuilder:
         """Builds the window of a request, without micro-batches if all its rows are dropped or quarantined. Raises
         DataError: a row group cannot be read."""
         key = request.key
-        read = self._reader.read(request)
+        rows = self._reader.read(request)
         random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
-        buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
+        buckets = self._buckets(rows, random.permutation(len(rows.row_ids)))
         shuffled = [buckets[i] for i in random.permutation(len(buckets))]
-        return self._window(request, read, shuffled)
+        return self._window(request, rows, shuffled)
 
     def build_rows(self, rows: TokenRows) -> Window:
         """Builds a window of these rows without randomness."""
         buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
-        return self._window(WindowRequest(WindowKey(0, 0, 0, 0), ()), RowsRead(rows, ()), buckets)
+        return self._window(WindowRequest(WindowKey(0, 0, 0, 0), ()), rows, buckets)
 
     def _buckets(self, rows: TokenRows, order: Ints) -> list[Bucket]:
         return buckets_of(rows.source.lengths, rows.target.lengths, order, self._max_tokens)
 
-    def _window(self, request: WindowRequest, read: RowsRead, buckets: Sequence[Bucket]) -> Window:
+    def _window(self, request: WindowRequest, rows: TokenRows, buckets: Sequence[Bucket]) -> Window:
         """Lays out all buckets in one flat array."""
-        rows, quarantined = read
         size = sum(bucket.rows * (bucket.source_length + bucket.target_length) for bucket in buckets)
         tokens = np.full(size, self._special.pad, np.int32)
         shapes, place = [], 0
@@ -105,7 +103,7 @@ class WindowBuilder:
             shapes.append(BatchShape(bucket.rows, *lengths, bucket.rows, source_tokens, target_tokens))
             place = end
         members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])
-        return Window(request, tuple(shapes), tokens, rows.row_ids[members], dict(rows.dropped), quarantined)
+        return Window(request, tuple(shapes), tokens, rows.row_ids[members], dict(rows.dropped), rows.quarantined)
 
 
 def _fill(side: Tokens, rows: TokenColumn, members: Ints) -> int:

@@ -65,7 +65,7 @@ def assert_raised_or_quarantined(folder: Path, split: Split, row_group: int, mes
     read = reader_of(folder, {"train": split}, on_bad_row_group="quarantine").read(WINDOW)
     assert [(lost.corpus, lost.row_group) for lost in read.quarantined] == [(0, row_group)]
     rest = replace(WINDOW, slices=tuple(piece for piece in WINDOW.slices if piece.row_group != row_group))
-    assert as_lists(read.rows) == as_lists(reader_of(folder, {"train": split}).read(rest).rows)
+    assert as_lists(read) == as_lists(reader_of(folder, {"train": split}).read(rest))
 
 
 def test_a_flipped_byte_in_a_page_is_found_by_its_checksum(tmp_path, tokens):
@@ -114,7 +114,7 @@ def test_a_truncated_shard_loses_all_its_row_groups(tmp_path, tokens, bytes_left
         reader_of(tmp_path, {"train": tokens}).read(WINDOW)
     read = reader_of(tmp_path, {"train": tokens}, on_bad_row_group="quarantine").read(WINDOW)
     assert [lost.row_group for lost in read.quarantined] == [0, 1, 2]
-    assert as_lists(read.rows) == []
+    assert as_lists(read) == []
 
 
 def test_a_shard_that_has_vanished_is_named(tmp_path, tokens):
@@ -126,15 +126,15 @@ def test_a_shard_that_has_vanished_is_named(tmp_path, tokens):
 
 def test_a_shard_that_comes_back_within_the_attempts_is_read(tmp_path, tokens, monkeypatch):
     path = shard_of(tmp_path, tokens)
-    expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows)
+    expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW))
     hidden = path.rename(path.with_suffix(".hidden"))
     monkeypatch.setattr(retries.time, "sleep", lambda seconds: hidden.exists() and os.rename(hidden, path))
-    assert as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows) == expected
+    assert as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW)) == expected
 
 
 def test_a_file_that_was_mended_while_it_was_open_is_opened_anew(tmp_path, tokens, monkeypatch):
     path = shard_of(tmp_path, tokens)
-    expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows)
+    expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW))
     whole = path.read_bytes()
     reader = reader_of(tmp_path, {"train": tokens})
     reader.read(request((0, 0, 0, 1)))
@@ -145,7 +145,7 @@ def test_a_file_that_was_mended_while_it_was_open_is_opened_anew(tmp_path, token
         path.write_bytes(whole)
 
     monkeypatch.setattr(retries.time, "sleep", mend)
-    assert as_lists(reader.read(WINDOW).rows) == expected
+    assert as_lists(reader.read(WINDOW)) == expected
 
 
 def test_another_number_of_rows_or_row_groups_than_in_the_manifest_is_refused(tmp_path, tokens):

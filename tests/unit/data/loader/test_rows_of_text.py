@@ -26,7 +26,8 @@ from rows_helpers import (
 from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner, filter_lengths
-from dist_transformer.data.loader.rows import RowReader, RowsRead
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.token_rows import TokenRows
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Shard, Split, TextColumns
 from dist_transformer.data.modifiers import INLINE_TAGS
@@ -65,7 +66,7 @@ def in_place(path: Path, table: pa.Table, columns: TextColumns) -> Split:
     return split_of([Shard(str(path), path.stat().st_size, "", groups)], columns)
 
 
-def read_all(folder: Path, split: Split, **settings: Any) -> RowsRead:
+def read_all(folder: Path, split: Split, **settings: Any) -> TokenRows:
     """The whole of the only row group of a split."""
     return reader_of(folder, {"train": split}, **settings).read(request((0, 0, 0, split.rows)))
 
@@ -79,14 +80,14 @@ def test_rows_are_filtered_and_tokenized_as_by_prepare_and_numbered_by_their_pla
     text = text.without(filter_lengths(*([len(row) for row in side] for side in ids), filters))
     assert len(PAIRS) > len(text.source) > len(PAIRS) / 2
     read = reader_of(folder, {"train": split}, filters=FILTERS).read(request(*WHOLE))
-    assert as_lists(read.rows) == [(row, ids[0][row], ids[1][row]) for row in text.positions]
-    assert read.rows.dropped == dict(text.counts())
+    assert as_lists(read) == [(row, ids[0][row], ids[1][row]) for row in text.positions]
+    assert read.dropped == dict(text.counts())
 
 
 def test_any_cut_of_a_window_gives_the_same_rows(folder, split):
     reader = reader_of(folder, {"train": split}, filters=FILTERS)
     pieces = request((0, 0, 0, 7), (0, 0, 7, 40), (0, 1, 0, 50), (0, 2, 0, 1), (0, 2, 1, 30))
-    assert as_lists(reader.read(pieces).rows) == as_lists(reader.read(request(*WHOLE)).rows)
+    assert as_lists(reader.read(pieces)) == as_lists(reader.read(request(*WHOLE)))
 
 
 def test_shards_of_text_in_the_prepared_folder_keep_their_row_numbers_and_are_not_tagged_again(folder, tokenizer):
@@ -98,7 +99,7 @@ def test_shards_of_text_in_the_prepared_folder_keep_their_row_numbers_and_are_no
     first = 1 << CORPUS_SHIFT
     source = tokenizer.encode_source(["<2de> A dog.", "<2de> ﬁ"])
     target = tokenizer.encode_target(["Ein Hund.", "ﬁ"])
-    assert as_lists(read.rows) == [(first + 70, source[0], target[0]), (first + 3, source[1], target[1])]
+    assert as_lists(read) == [(first + 70, source[0], target[0]), (first + 3, source[1], target[1])]
 
 
 def test_nested_columns_in_place_are_normalized_and_tagged(folder, tokenizer):
@@ -109,10 +110,8 @@ def test_nested_columns_in_place_are_normalized_and_tagged(folder, tokenizer):
         TextColumns("translation.en", "translation.de", "<2de> "),
     )
     read = read_all(folder, split, normalization="NFC")
-    assert as_lists(read.rows) == [
-        (0, *tokenizer.encode_source(["<2de> Caf\u00e9"]), *tokenizer.encode_target(["Kaffee"]))
-    ]
-    assert read.rows.dropped == {"empty": 2}
+    assert as_lists(read) == [(0, *tokenizer.encode_source(["<2de> Caf\u00e9"]), *tokenizer.encode_target(["Kaffee"]))]
+    assert read.dropped == {"empty": 2}
 
 
 def test_bad_encoding_is_dropped_and_counted_where_the_configuration_says_so(folder):
@@ -121,15 +120,15 @@ def test_bad_encoding_is_dropped_and_counted_where_the_configuration_says_so(fol
     table = pa.table({"en": text, "de": ["gut", "schlecht", "echt"]})
     split = in_place(folder / "user/bad.parquet", table, TextColumns("en", "de", ""))
     read = read_all(folder, split, filters={"bad_encoding": "drop"})
-    assert [row for row, _, _ in as_lists(read.rows)] == [0, 2]
-    assert read.rows.dropped == {"bad_encoding": 1}
+    assert [row for row, _, _ in as_lists(read)] == [0, 2]
+    assert read.dropped == {"bad_encoding": 1}
 
 
 def at(**key: int) -> WindowRequest:
     return request(*WHOLE, key=replace(KEY, **key))
 
 
-def read_in_another_process(reader: RowReader, windows: list[WindowRequest]) -> list[RowsRead]:
+def read_in_another_process(reader: RowReader, windows: list[WindowRequest]) -> list[TokenRows]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         return list(pool.map(reader.read, windows))
 
@@ -141,7 +140,7 @@ def sampling(folder: Path, split: Split) -> RowReader:
 
 def test_sampling_differs_from_window_to_window_but_always_spells_the_same_text(sampling, tokenizer):
     keys: list[WindowKey] = [replace(KEY, **{name: 1}) for name in ("epoch", "segment", "lane", "window")]
-    windows = [as_lists(sampling.read(request(*WHOLE, key=key)).rows) for key in (KEY, *keys)]
+    windows = [as_lists(sampling.read(request(*WHOLE, key=key))) for key in (KEY, *keys)]
     assert all(first != second for i, first in enumerate(windows) for second in windows[:i])
     for window in windows:
         assert [tokenizer.decode_source(source) for _, source, _ in window] == [source for source, _ in PAIRS]
@@ -149,9 +148,9 @@ def test_sampling_differs_from_window_to_window_but_always_spells_the_same_text(
 
 
 def test_a_sampled_window_is_the_same_whatever_was_read_before_and_in_any_process(sampling):
-    first, second = as_lists(sampling.read(at()).rows), as_lists(sampling.read(at(epoch=1)).rows)
+    first, second = as_lists(sampling.read(at())), as_lists(sampling.read(at(epoch=1)))
     elsewhere = read_in_another_process(sampling, [at(epoch=1), at(epoch=7), at()])
-    assert [as_lists(read.rows) for read in elsewhere[::2]] == [second, first]
+    assert [as_lists(read) for read in elsewhere[::2]] == [second, first]
 
 
 def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(folder, split, tmp_path, monkeypatch):
@@ -163,22 +162,22 @@ def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(fo
     reader = reader_of(folder, {"train": copy}, sampling=0.2, **settings)
     with changed_bytes(Path(shard.file), 30, 60):
         lost = reader.read(at())
-    assert [(group.row_group, len(lost.rows.row_ids)) for group in lost.quarantined] == [(0, 80)]
+    assert [(group.row_group, len(lost.row_ids)) for group in lost.quarantined] == [(0, 80)]
     mended = reader_of(folder, {"train": copy}, sampling=0.2, **settings).read(replace(at(), quarantined=((0, 0),)))
-    assert as_lists(mended.rows) == as_lists(lost.rows)
+    assert as_lists(mended) == as_lists(lost)
 
 
 def test_rows_are_modified_after_the_filters_by_row_and_pass_whatever_the_window(folder, split, tokenizer, monkeypatch):
     reader = reader_of(folder, {"train": split}, on_the_fly=True, modifiers={"upper_case": 0.5}, filters=FILTERS)
-    first = as_lists(reader.read(at()).rows)
+    first = as_lists(reader.read(at()))
     targets = [target for _, target in PAIRS]
     plain, upper = tokenizer.encode_target(targets), tokenizer.encode_target([target.upper() for target in targets])
     assert all(ids in (plain[row], upper[row]) for row, _, ids in first)
     assert 0.1 < sum(ids == upper[row] for row, _, ids in first) / len(first) < 0.7
     (elsewhere,) = read_in_another_process(reader, [at(epoch=1, lane=3, window=7)])
-    assert as_lists(elsewhere.rows) == first
+    assert as_lists(elsewhere) == first
     again = request(*((*piece, 1) for piece in WHOLE))
-    assert as_lists(reader.read(again).rows) != first
+    assert as_lists(reader.read(again)) != first
     monkeypatch.setattr("dist_transformer.data.loader.rows.ROWS_AT_ONCE", 7)
     read = [as_lists(rows) for rows in reader.read_first_pass(0)]
     assert [row for rows in read for row in rows] == first
@@ -191,8 +190,8 @@ def all_rows(config: Config, folder: Path) -> tuple[list[tuple[int, list[int], l
     groups = enumerate(manifest.splits["train"].row_groups)
     reader = RowReader(folder, manifest, config.data, 0.0, seed=1)
     read = reader.read(request(*((0, number, 0, group.rows) for number, group in groups)))
-    dropped = Counter(manifest.splits["train"].dropped) + Counter(read.rows.dropped)
-    return sorted(as_lists(read.rows)), dict(dropped)
+    dropped = Counter(manifest.splits["train"].dropped) + Counter(read.dropped)
+    return sorted(as_lists(read)), dict(dropped)
 
 
 def test_a_tokenizer_that_is_trained_for_inline_tags_keeps_each_as_one_piece_on_both_sides(tmp_path):

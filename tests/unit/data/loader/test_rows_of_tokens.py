@@ -64,8 +64,8 @@ def test_any_slices_give_exactly_their_rows_in_their_order(folder, splits, reade
         for row_id, source, target in groups[corpus][group][first:last]
     ]
     read = reader.read(request(*pieces))
-    assert as_lists(read.rows) == expected
-    assert (read.rows.dropped, read.quarantined) == ({}, ())
+    assert as_lists(read) == expected
+    assert (read.dropped, read.quarantined) == ({}, ())
 
 
 def test_a_split_is_read_row_group_by_row_group_in_order(folder, splits, reader):
@@ -98,23 +98,23 @@ def test_a_split_with_an_empty_row_group_is_read(tmp_path):
 
 def test_a_reader_that_has_read_can_be_sent_to_another_process(reader):
     window = request((0, 1, 2, 5), (1, 2, 0, 9))
-    before = as_lists(reader.read(window).rows)
-    assert as_lists(pickle.loads(pickle.dumps(reader)).read(window).rows) == before
+    before = as_lists(reader.read(window))
+    assert as_lists(pickle.loads(pickle.dumps(reader)).read(window)) == before
 
 
 def test_more_files_than_are_kept_open_can_be_read(tmp_path):
     split = write_token_split(tmp_path, "train", [(2,)] * 70)
     reader = reader_of(tmp_path, {"train": split})
     read = reader.read(request(*((0, group, 0, 2) for group in [*range(70), 0])))
-    assert as_lists(read.rows) == [row for group in rows_of_groups(tmp_path, split) for row in group] + as_lists(
-        reader.read(request((0, 0, 0, 2))).rows
+    assert as_lists(read) == [row for group in rows_of_groups(tmp_path, split) for row in group] + as_lists(
+        reader.read(request((0, 0, 0, 2)))
     )
 
 
 def test_the_rows_of_a_window_that_is_left_out_whole_are_none(reader):
     read = reader.read(request((0, 1, 2, 5), (1, 2, 0, 9), quarantined=((0, 1), (1, 2))))
-    assert as_lists(read.rows) == []
-    assert [len(side.ids) for side in (read.rows.source, read.rows.target)] == [0, 0]
+    assert as_lists(read) == []
+    assert [len(side.ids) for side in (read.source, read.target)] == [0, 0]
     assert [(lost.corpus, lost.row_group, lost.reason) for lost in read.quarantined] == [
         (0, 1, "quarantined before"),
         (1, 2, "quarantined before"),

@@ -63,11 +63,11 @@ def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(
     tmp_path, texts, remote, pauses, caplog, monkeypatch
 ):
     monkeypatch.setattr(retries, "READ_ATTEMPTS", 3)
-    expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW).rows)
+    expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW))
     plan_faults(tmp_path, failures=2, delay_seconds=0.001)
     with caplog.at_level(logging.WARNING, "dist_transformer"):
         read = remote_reader(tmp_path, remote).read(WINDOW)
-    assert as_lists(read.rows) == expected
+    assert as_lists(read) == expected
     assert read.quarantined == ()
     address, path = f"faulty://{tmp_path}/remote/corpus.parquet", f"{tmp_path}/remote/corpus.parquet"
     assert [record.getMessage() for record in caplog.records] == [
@@ -101,13 +101,13 @@ def at_server(split: Split, server: WebServer) -> Split:
 
 
 def test_a_proxy_that_sends_the_whole_file_now_and_then_is_asked_again(tmp_path, texts):
-    expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW).rows)
+    expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW))
     with web_server(tmp_path) as server:
         split = at_server(texts, server)
-        assert as_lists(remote_reader(tmp_path, split).read(WINDOW).rows) == expected
+        assert as_lists(remote_reader(tmp_path, split).read(WINDOW)) == expected
         for number in range(1, server.requests.total() + 1):
             server.faults = {server.requests.total() + number: "whole"}
-            assert as_lists(remote_reader(tmp_path, split).read(WINDOW).rows) == expected
+            assert as_lists(remote_reader(tmp_path, split).read(WINDOW)) == expected
             assert not server.faults
 
 
@@ -138,5 +138,5 @@ def test_each_row_group_of_a_window_is_read_once_however_it_is_cut(tmp_path, rem
 
 def test_a_reader_of_remote_files_can_be_sent_to_another_process(tmp_path, remote):
     reader = remote_reader(tmp_path, remote)
-    expected = as_lists(reader.read(WINDOW).rows)
-    assert as_lists(pickle.loads(pickle.dumps(reader)).read(WINDOW).rows) == expected
+    expected = as_lists(reader.read(WINDOW))
+    assert as_lists(pickle.loads(pickle.dumps(reader)).read(WINDOW)) == expected

@@ -259,10 +259,10 @@ def test_on_the_fly_the_rules_hold_for_text_and_for_parquet_in_place(tmp_path: P
     for corpus, split in enumerate(manifest.training):
         slices = tuple(RowSlice(corpus, n, 0, each.rows) for n, each in enumerate(manifest.splits[split].row_groups))
         read.append(reader.read(WindowRequest(WindowKey(0, 0, 0, 0), slices)))
-    assert read[0].rows.dropped == {"held_out": 1, "letters": 1}
-    assert read[1].rows.dropped == {}
-    assert [len(each.rows.row_ids) for each in read] == [51, 51]
-    assert sorted(read[0].rows.source.ids.tolist()) == sorted(read[1].rows.source.ids.tolist())
+    assert read[0].dropped == {"held_out": 1, "letters": 1}
+    assert read[1].dropped == {}
+    assert [len(each.row_ids) for each in read] == [51, 51]
+    assert sorted(read[0].source.ids.tolist()) == sorted(read[1].source.ids.tolist())
 
 
 @pytest.mark.parametrize("cut", [None, 300, 0])
