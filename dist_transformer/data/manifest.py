@@ -158,7 +158,20 @@ class Manifest:
             raise DataError(
                 f"{path}: cannot be read as a manifest ({error}). Delete {folder} and prepare again."
             ) from error
-        return _manifest_from_json(value, path)
+        if isinstance(value, dict) and value.get("version") != MANIFEST_VERSION:
+            raise DataError(
+                f"{path}: manifest version {value.get('version')}, this program reads version {MANIFEST_VERSION}. "
+                f"Prepare the corpus again with this version."
+            )
+        try:
+            manifest = MANIFEST.validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise DataError(f"{path}: not a manifest ({what}). Delete {folder} and prepare again.") from error
+        if (problem := _contradiction(manifest)) is not None:
+            raise DataError(f"{path}: {problem}. Delete {folder} and prepare again.")
+        return manifest
 
     def save(self, folder: Path) -> None:
         """Writes `<folder>/manifest.json` in one rename: from then on the folder is complete."""
@@ -208,23 +221,6 @@ def _shard_content(shard: Shard) -> list[Any]:
     if shard.is_in_place:
         return [PurePosixPath(shard.file).name, shard.sha256, [group.rows for group in shard.row_groups]]
     return [shard.file, shard.sha256]
-
-
-def _manifest_from_json(value: Any, path: Path) -> Manifest:
-    if isinstance(value, dict) and value.get("version") != MANIFEST_VERSION:
-        raise DataError(
-            f"{path}: manifest version {value.get('version')}, this program reads version {MANIFEST_VERSION}. "
-            f"Prepare the corpus again with this version."
-        )
-    try:
-        manifest = MANIFEST.validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise DataError(f"{path}: not a manifest ({what}). Delete {path.parent} and prepare again.") from error
-    if (problem := _contradiction(manifest)) is not None:
-        raise DataError(f"{path}: {problem}. Delete {path.parent} and prepare again.")
-    return manifest
 
 
 def _contradiction(manifest: Manifest) -> str | None:
