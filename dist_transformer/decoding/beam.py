@@ -100,10 +100,6 @@ class BeamSearch:
         self.results: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]
         self.input_position = list(range(num_sentences))
 
-    @property
-    def num_sentences(self) -> int:
-        return len(self.input_position)
-
     def run(self) -> list[list[Hypothesis]]:
         """Finished hypotheses of each sentence, best first, at least one and at most `config.n_best`."""
         while self.input_position:
@@ -134,9 +130,9 @@ class BeamSearch:
         self.constraints.apply(log_probability_BV, self.live_token_NKT.flatten(0, 1))
         of_each_row = 1 if beam_size == 1 else min(2 * beam_size, log_probability_BV.shape[1])
         value_BC, token_BC = likeliest(log_probability_BV, of_each_row)
-        extended_NX = (self.live_NK.view(-1, 1) + value_BC).view(self.num_sentences, -1)
+        extended_NX = (self.live_NK.view(-1, 1) + value_BC).view(len(self.live_NK), -1)
         candidate_NC, index_NC = extended_NX.topk(min(2 * beam_size, extended_NX.shape[1]), dim=1)
-        return index_NC // of_each_row, token_BC.view(self.num_sentences, -1).gather(1, index_NC), candidate_NC
+        return index_NC // of_each_row, token_BC.view(len(self.live_NK), -1).gather(1, index_NC), candidate_NC
 
     def _finish(self, log_probability_NK: Tensor, ends_NK: Tensor, token_NKT: Tensor) -> None:
         if not ends_NK.any():
@@ -154,7 +150,7 @@ class BeamSearch:
 
     def _rows(self, parent_NK: Tensor) -> Tensor:
         """Converts places in the beam to rows of the cache."""
-        return parent_NK + self.config.beam_size * torch.arange(self.num_sentences, device=parent_NK.device)[:, None]
+        return parent_NK + self.config.beam_size * torch.arange(len(parent_NK), device=parent_NK.device)[:, None]
 
     def _hand_in(self, row_NK: Tensor, is_done: list[bool]) -> None:
         for sentence, position in enumerate(self.input_position):

@@ -61,7 +61,11 @@ def open_validator(run: Run, engine: Engine) -> Validator:
             refuse_longer([len(ids) for ids in tokenizer.encode_source(sources)], most, "data.validation")
         sets.append(ValidationSet("validation", batches, sources, references))
     for name in config.data.more_validation:
-        sets.append(_further_set(run, name, texts[f"more_validation.{name}"], tokenizer))
+        place, text = f"data.more_validation.{name}", texts[f"more_validation.{name}"]
+        every_pair = text_batches(data.builder, tokenizer, *text, config.model.max_positions, place)
+        settings, batches = config.validation, _cut(run, every_pair, place)
+        sources, references = (side[: settings.max_sentences] if settings.translate else [] for side in text)
+        sets.append(ValidationSet(name, batches, sources, references))
     translate = _translator(run, tokenizer, engine) if config.validation.translate and sets else None
     return Validator(run, sets, engine, translate)
 
@@ -93,15 +97,6 @@ def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Returns the batches with the most tokens, padding included, and the longest side (a pair above the budget)."""
     longest = max(batches, key=lambda batch: max(batch.shape.source_length, batch.shape.target_length))
     return [max(batches, key=lambda batch: batch.shape.padded_tokens), longest]
-
-
-def _further_set(run: Run, name: str, text: Pairs, tokenizer: Tokenizer) -> ValidationSet:
-    """Returns the set of one corpus of data.more_validation, with every pair."""
-    place = f"data.more_validation.{name}"
-    batches = _cut(run, text_batches(run.data.builder, tokenizer, *text, run.config.model.max_positions, place), place)
-    settings = run.config.validation
-    sources, references = (side[: settings.max_sentences] if settings.translate else [] for side in text)
-    return ValidationSet(name, batches, sources, references)
 
 
 def _cut(run: Run, batches: Iterable[MicroBatch], place: str) -> list[MicroBatch]:
