@@ -1,11 +1,8 @@
 """The loader: yields the micro-batches of a rank's lanes, step by step, and keeps the position to resume from.
 
-    loader = LaneLoader(builder, planner, position, batch, [0, 2], settings)
-    step = loader.next_step()         # one micro-batch for each lane, None where the lane's epoch has ended
-    loader.lane_positions()           # advanced by micro-batches handed out, not by prefetched ones
-
-Rank r of W owns the lanes r, r + W, ... A lane that has no rows left in the epoch gives None until `start_epoch`, which
-the training loop calls on all ranks together once no lane of any rank has rows left.
+loader = LaneLoader(builder, planner, position, batch, [0, 2], settings)
+step = loader.next_step()         # one micro-batch for each lane, None where the lane's epoch has ended
+loader.lane_positions()           # advanced by micro-batches handed out, not by prefetched ones
 """
 
 import itertools

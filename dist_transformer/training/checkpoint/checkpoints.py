@@ -8,8 +8,7 @@
                                                                                  (of each kind the newest is kept)
     checkpoints/latest                                                           the newest one's name
 
-A save (`async_writer.py`) writes into `step_N.tmp` and renames it last: a folder without a suffix is complete. At load
-every byte is checked against the manifest; a damaged checkpoint is set aside, and the newest complete one is used.
+docs/architecture.md ("Checkpoints") says how they are saved and loaded: a folder without a suffix is complete.
 """
 
 import logging
