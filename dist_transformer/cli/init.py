@@ -196,7 +196,7 @@ def _with_columns(corpus: CorpusConfig, languages: tuple[str, str]) -> CorpusCon
     if not (has_languages := {*languages} <= {*names}) and len(names) > 2:
         raise UserError(
             f"{files[0]}: expected two columns, or a first line with the names {' and '.join(languages)}; got {len(names)}: "
-            f"{', '.join(names)}; give --columns SOURCE TARGET, by those names or counted from 0: --columns 0 1"
+            f"{', '.join(name[:30] for name in names)}; give --columns 0 1, counted from 0, or its names if it is a header"
         )
     return corpus.model_copy(update={"columns": languages if has_languages else None})
 

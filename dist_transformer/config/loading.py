@@ -34,14 +34,17 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
         overrides: `section.key=value` strings, the value read as YAML.
         check_files: also check that the text files that it names exist.
     """
-    return config_of(with_overrides(read_extended(path), overrides or []), check_files=check_files)
+    marked = read_extended(path)
+    if isinstance(marked.values.get("nodes"), Mapping) and not marked.values.keys() & Config.model_fields.keys():
+        place = marked.place(("nodes",))
+        raise ConfigError(
+            [f"{place}: nodes: of a pipeline; give the file to `pipeline run`, or to `submit --pipeline`"]
+        )
+    return config_of(with_overrides(marked, overrides or []), check_files=check_files)
 
 
 def config_of(marked: Marked, *, check_files: bool = True) -> Config:
     """Checks values as `load_config` does, wherever they were read."""
-    if "nodes" in marked.values:
-        of_pipelines = "a pipeline, not a run: give it to `pipeline run`, or to `submit --pipeline`"
-        raise ConfigError([f"{marked.place(('nodes',))}: nodes: the file is {of_pipelines}"])
     marked, problems = take_former_keys(marked)
     sections, invalid = _validate_sections(marked)
     problems += invalid

@@ -96,7 +96,7 @@ def test_a_tsv_has_two_columns_or_a_first_line_with_the_languages_or_is_given_it
     languages = ("--source-language", "en", "--target-language", "de", "-y")
     refused = command("init", "three.tsv", *languages, "--name", "three", code=2)
     assert "expected two columns, or a first line with the names en and de; got 3: id, english, german" in refused
-    assert "give --columns SOURCE TARGET, by those names or counted from 0: --columns 0 1" in refused
+    assert "give --columns 0 1, counted from 0, or its names if it is a header" in refused
     assert not (command.folder / "three.yaml").exists()
     command("init", "named.tsv", *languages, "--name", "named")
     command("init", "three.tsv", *languages, "--name", "given", "--columns", "english", "german")

@@ -136,8 +136,15 @@ def test_a_pipeline_that_is_given_for_a_run_is_told_where_it_goes(tmp_path):
     text = "root: here\nset: {training: {max_steps: 5}}\nnodes:\n  teacher: {kind: train}\n"
     (problem,) = problems_of(write(tmp_path, text))
     assert problem.endswith(
-        "run.yaml:3: nodes: the file is a pipeline, not a run: give it to `pipeline run`, or to `submit --pipeline`"
+        "run.yaml:3: nodes: of a pipeline; give the file to `pipeline run`, or to `submit --pipeline`"
     )
+
+
+def test_nodes_in_a_run_file_or_among_its_overrides_are_one_problem_of_all(tmp_path):
+    found = problems_of(
+        write(tmp_path, "data: {train: {demo: train}}\nnodes: {a: 1}\ntraining: {zero_stage: 7}\n"), "nodes=4"
+    )
+    assert [problem.split(": ")[1] for problem in found] == ["training.zero_stage", "nodes=4"]
 
 
 def test_a_file_of_another_program_is_told_the_known_keys_once_and_the_section_that_has_a_key(tmp_path):
