@@ -27,9 +27,11 @@ _OF_JOBS = re.compile(r"(SLURM|SRUN|SBATCH|MASTER|DIST_TRANSFORMER)_.*|(LOCAL_)?
 REFUSED = "change slurm (nodes, time_limit, cpus_per_rank, gpus_per_node), slurm.sbatch (partition, qos, mem, gres); see sinfo"
 _REFUSALS = {
     "Unable to contact": "the controller does not answer: submit again later",
+    "temporarily un": "the queue is full (MaxJobCount), or the controller busy: submit again when jobs have ended",
     "configuration (source|file)": "sbatch has no configuration: correct SLURM_CONF, or submit from a login node",
     "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
     "Invalid (account|qos)": "correct slurm.sbatch (account, partition, qos): `sacctmgr show assoc user=$USER`",
+    "Invalid feature|equested reservation": "correct slurm.sbatch (constraint, reservation): see sinfo, `scontrol show res`",
     "Invalid node name": "correct slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a lost node, delete it",
 }
 

@@ -59,6 +59,11 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
          "submit limit, user's size and/or time limits)", "submit again when jobs of yours have ended, or ask for less "),
         ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
          "change slurm (nodes, time_limit, "),
+        ("Slurm temporarily unable to accept job, sleeping and retrying\nsbatch: error: Batch job submission failed: Resource "
+         "temporarily unavailable", "the queue is full (MaxJobCount), or the controller busy: submit again when jobs have ended"),
+        ("Batch job submission failed: Invalid feature specification", "correct slurm.sbatch (constraint, reservation): "),
+        ("Batch job submission failed: Requested reservation is invalid", "correct slurm.sbatch (constraint, reservation): "),
+        ("Batch job submission failed: Access denied to requested reservation", "correct slurm.sbatch (constraint, reservation)"),
         ("fatal: Could not establish a configuration source", "correct SLURM_CONF, or submit from a login node"),
         ("fatal: Unable to process configuration file", "correct SLURM_CONF, or submit from a login node"),
         ("fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.", "slurm.sbatch (partition, qos, mem, gres)"),
