@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -79,8 +78,10 @@ def status_command(file: File, overrides: Overrides = None) -> None:
     """Show each node of a pipeline: whether it is done, since when, what it has given; changes nothing."""
     pipeline = read_pipeline(file, overrides)
     states, jobs = states_of(pipeline), dict[str, str]()
-    with suppress(SlurmError):
+    try:
         jobs = _jobs_of(pipeline, states)
+    except SlurmError as error:
+        say(f"Slurm was not asked: {str(error).splitlines()[0]}")
     print(*table(COLUMNS, status_rows(pipeline, states, jobs), is_markdown=True), sep="\n")
 
 

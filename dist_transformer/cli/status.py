@@ -17,7 +17,7 @@ from dist_transformer.cluster.job_status import Document, is_alive, report, repo
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE, is_held
 from dist_transformer.cluster.run_ref import find_run, is_run_folder, refuse_unreadable
 from dist_transformer.config.loading import load_config
-from dist_transformer.errors import UserError
+from dist_transformer.errors import UserError, say
 from dist_transformer.format import duration, print_table
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import Goodput, goodput_text
@@ -61,6 +61,8 @@ def list_command(root: Annotated[Path, typer.Argument(help="Folder of runs.")] =
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     documents = report_all(root)
+    for problem in {document["slurm_problem"] for document in documents} - {None}:  # one at most
+        say(problem)
     for folder in sorted(root.iterdir()):
         if folder.is_dir():
             try:

@@ -218,7 +218,9 @@ def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answ
                 begin(pipeline, given)
     assert (sorted(pipeline.parent.rglob("*")), len(fake_slurm.calls)) == (before, 3)
     status_command(pipeline)
-    assert "| translate | stopped |" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "| translate | stopped |" in said.out
+    assert said.err == "Slurm was not asked: squeue refused: Unable to contact slurm controller\n"
     monkeypatch.setenv("PATH", "")  # as on a machine without Slurm
     with pytest.raises(SystemExit, match="75"):
         run_command(pipeline)

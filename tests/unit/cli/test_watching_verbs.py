@@ -175,6 +175,16 @@ def test_list_is_a_line_for_each_run_with_tabs_between(slurm: FakeSlurm, run_dir
     assert line.split("\t")[:5] == ["a", "running", "5 RUNNING", "50/1000", "2.5000"]
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_list_says_once_that_slurm_does_not_answer(slurm: FakeSlurm, run_dir: RunDir, form: tuple[str, ...]) -> None:
+    """The states of the runs are then those of their folders alone."""
+    make_run(run_dir.path.parent / "b", job_id="6")
+    slurm.answers("squeue", code=1, stderr="Unable to contact slurm controller")
+    result = call("list", run_dir.path.parent, *form)
+    assert result.exit_code == 0
+    assert result.stderr == "Slurm was not asked: squeue refused: Unable to contact slurm controller\n"
+
+
 def test_list_of_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "no such folder; expected the folder of runs" in refusal("list", tmp_path / "none")
 
