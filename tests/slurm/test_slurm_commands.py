@@ -1,6 +1,7 @@
 """The verbs that watch and steer, chains and the preflight, on jobs of a real cluster."""
 
 import json
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -147,14 +148,20 @@ def test_an_odd_folder_of_runs_is_quoted_everywhere(slurm_cluster: SlurmCluster,
 def test_what_is_exported_before_submit_reaches_each_attempt_and_is_written_nowhere(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """The batch script, which nobody else may read, runs all the same: sbatch has a copy of it."""
+    """The batch script, which nobody else may read, runs all the same: sbatch has a copy of it. Limits of the shell stay."""
     seen = tmp_path / "seen"
     again = '[ "${SLURM_RESTART_COUNT:-0}" = 1 ] || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }'
-    setup = json.dumps([f'printf "%s\\n" "$PGPASSWORD" >> {seen}', again, "exit 0"])
+    setup = json.dumps([f'printf "%s\\n" "$PGPASSWORD" "$(ulimit -Sn)" >> {seen}', again, "exit 0"])
     cluster = SlurmCluster(slurm_cluster.folder, {**slurm_cluster.environment, "PGPASSWORD": "of-the-shell"})
-    run = submit(cluster, tmp_path / "runs", "secret", f"slurm.setup={setup}", "slurm.nodes=1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        run = submit(cluster, tmp_path / "runs", "secret", f"slurm.setup={setup}", "slurm.nodes=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_until(lambda: is_over(cluster, run.job_id), PATIENCE_SECONDS, run.log)
-    assert seen.read_text() == "of-the-shell\n" * 2
+    assert seen.read_text().split()[::2] == ["of-the-shell"] * 2
+    assert str(soft - 1) not in seen.read_text().split()  # a limit of the shell
     files = [path for path in run.run_dir.path.rglob("*") if path.is_file()]
     assert run.run_dir.submitted_script in files
     assert [path for path in files if b"of-the-shell" in path.read_bytes()] == []

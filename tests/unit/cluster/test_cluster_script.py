@@ -197,6 +197,13 @@ def test_submit_gives_every_setting_that_a_script_has(tmp_path: Path, name: str)
     assert names(by_hand) <= names(render_script(name, _slurm(), tmp_path))
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_script_takes_the_limits_of_the_shell_that_submits_it(name: str) -> None:
+    """Login nodes limit the time and the addresses of a process; ranks would die of it in each attempt."""
+    lines = (share_folder("slurm") / name).read_text().splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH") and " --propagate=NONE" in line]
+
+
 def test_the_batch_and_launch_scripts_are_valid_shell() -> None:
     for path in [*share_folder("slurm").glob("*.sbatch"), *share_folder("launch").glob("*.sh")]:
         subprocess.run(["bash", "-n", str(path)], check=True)
