@@ -223,12 +223,7 @@ class BatchJob:
         command += [str(self._launch / "slurm_task.sh"), "train", *given.train]
         code = self._wait_for(command, environment, self._lost_nodes_of(nodes, first_exit))
         self._steps += 1
-        # srun's exit code is of ranks that it killed after the first failure; only that failure counts. A 2 that no rank
-        # recorded is Slurm's own, if a node does not see the program: a restart may fix that. It is 0 if Slurm has taken
-        # the node of a rank.
-        if failure := requeue.first_failure(first_exit):
-            return failure
-        return (EXIT_FAILED if code == EXIT_USER_ERROR else code), ""
+        return requeue.first_failure(first_exit) or (requeue.exit_without_failure(self._run_dir, code), "")
 
     def _lost_nodes_of(self, nodes: Sequence[str], first_exit: Path) -> Callable[[], bool]:
         """A function that says whether nodes do not answer any more, for which Slurm would hold up the others for minutes."""

@@ -7,13 +7,14 @@ An attempt that made a new checkpoint may always be followed by another. Without
 import math
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
-from dist_transformer.errors import EXIT_DONE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.files import refresh, write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
@@ -88,6 +89,18 @@ def first_failure(path: Path) -> tuple[int, str] | None:
         return int(code), node
     except (OSError, ValueError):
         return None
+
+
+def exit_without_failure(run_dir: RunDir, code: int) -> int:
+    """Exit code of ranks none of which recorded a failure, from that of srun.
+
+    A 2 is Slurm's own, if a node does not see the program: a restart may fix that. A 0 is also that of ranks whose node
+    Slurm has taken, and of those for whose end srun waited in vain: only run.json says that the run has finished.
+    """
+    with suppress(MachineError):  # the decision waits for the disk
+        if code == EXIT_DONE and read_record_patiently(run_dir.state).get("state") == "finished":
+            return code
+    return EXIT_FAILED if code in (EXIT_DONE, EXIT_USER_ERROR) else code
 
 
 def save_time(end: str) -> float:

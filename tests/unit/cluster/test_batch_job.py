@@ -1,6 +1,7 @@
 """What the batch script does between Slurm's start of the job and its end, with programs that answer like Slurm's."""
 
 import contextlib
+import shutil
 import signal
 import socket
 import sys
@@ -63,6 +64,16 @@ def test_ranks_that_srun_says_nothing_of_count_by_their_own_exit_code(slurm: Slu
     """It ends with 0 if Slurm takes the node of a rank."""
     slurm.run('echo "75 n1" > $DIST_TRANSFORMER_FIRST_EXIT; exit 0')
     assert slurm.ends() == [(75, "decide", True)]
+
+
+@pytest.mark.parametrize("said", ['{"state": "running"}', ""])
+def test_a_0_of_srun_ends_the_job_only_if_the_ranks_recorded_their_end(slurm: Slurm, said: str) -> None:
+    """It also ends with 0 if it waited in vain for ranks that it was to end."""
+    state = slurm.run_dir.state
+    finished = state.read_text()
+    state.write_text(said)
+    slurm.run("exit 0", f"echo '{finished}' > {state}; exit 0")
+    assert slurm.ends() == [(1, "decide", False), (0, "decide", False)]
 
 
 def test_ranks_that_fail_start_again_at_once_and_without_a_new_checkpoint_the_job_is_requeued(slurm: Slurm) -> None:
@@ -350,8 +361,7 @@ def test_a_controller_that_is_away_is_asked_again(slurm: Slurm) -> None:
 
 
 def test_a_missing_configuration_ends_the_job_before_any_rank_starts(slurm: Slurm) -> None:
-    slurm.run_dir.config.unlink()
-    slurm.run_dir.path.rmdir()
+    shutil.rmtree(slurm.run_dir.path)
     code, said = slurm.run("exit 0")
     assert code == 2
     assert f"{slurm.run_dir.path}: no such file" in said
