@@ -130,6 +130,9 @@ class BatchJob:
             self._has_term = False
             reason = slurm.waiting_reason(self._job) or slurm.waiting_reason(self._job)  # an answer may come too late
             self._is_ended |= reason != "TimeLimit"
+            if self._child is not None and not self._is_ended:
+                self._say("ranks run on at the time limit; Slurm will kill those that hang, and this script with them")
+                self._finish(128 + signal.SIGTERM, "decide", [])
 
     def _look_at_end(self) -> None:
         """Tells the ranks to save where no signal has come. An end that was moved since it was known counts where it is."""
@@ -204,8 +207,7 @@ class BatchJob:
     def _train(self, nodes: Sequence[str]) -> tuple[int, str]:
         """Runs the ranks on these nodes. Returns their exit code, and the node on which a rank failed first."""
         given, environment = self._settings, self._environment(nodes)
-        name = f"first_exit_{self._job}-{self._attempt}" + (f".{self._steps}" if self._steps else "")
-        first_exit = self._run_dir.slurm / name
+        first_exit = self._run_dir.slurm / f"first_exit_{self._job}-{self._attempt}.{self._steps}"
         environment["DIST_TRANSFORMER_FIRST_EXIT"] = str(first_exit)
         is_whole, num_ranks, size, self._stopped = len(nodes) == len(self._nodes), self._num_ranks, [], 0.0
         if not is_whole:
@@ -218,9 +220,8 @@ class BatchJob:
             with suppress(OSError):  # without the record, but the ranks start
                 requeue.note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
         self._say(f"{num_ranks} ranks on {','.join(nodes)}, run folder {self._run_dir.path}")
-        command = ["srun", "--kill-on-bad-exit=1", "--wait=0", "--label", *size]
-        command += [*given.srun_options, *given.rank_prefix]
-        command += [str(self._launch / "slurm_task.sh"), "train", *given.train]
+        command = ["srun", "--kill-on-bad-exit=1", "--wait=0", "--label", *size, *given.srun_options]
+        command += [*given.rank_prefix, str(self._launch / "slurm_task.sh"), "train", *given.train]
         code = self._wait_for(command, environment, self._lost_nodes_of(nodes, first_exit))
         self._steps += 1
         return requeue.first_failure(first_exit) or (requeue.exit_without_failure(self._run_dir, code), "")
@@ -306,15 +307,15 @@ class BatchJob:
     def _follow(self, decision: Decision, exit_code: int, record: dict[str, str], left: NextNodes | None) -> list[str]:
         words = {"stop": "not requeued:", "requeue": "requeued:", "again": "ranks start again"}
         say(f"{words[decision.then]} {decision.reason}", sys.stdout)
-        if decision.then == "again" and left is not None:
-            return [*left.nodes]
-        if decision.then == "stop":
+        if decision.then == "stop" and self._child is None:  # else the ranks may still save
             self._tell_mlflow(20)
             self._leave(exit_code)
-        # After 75 the ranks have reported it; once Slurm ends this process nothing may delay the requeue.
-        if exit_code != EXIT_REQUEUE and record.get("JobState", "RUNNING") == "RUNNING":
-            self._tell_mlflow(5)
-        self._requeue()
+        if decision.then == "requeue":
+            # After 75 the ranks have reported it; once Slurm ends this process nothing may delay the requeue.
+            if exit_code != EXIT_REQUEUE and record.get("JobState", "RUNNING") == "RUNNING":
+                self._tell_mlflow(5)
+            self._requeue()
+        return [*left.nodes] if decision.then == "again" and left is not None else []
 
     def _who_ended_it(self) -> How:
         """A person who cancelled the job; Slurm, which has already counted the next attempt, as at pre-emption; or nobody:
@@ -347,10 +348,10 @@ class BatchJob:
         except (subprocess.TimeoutExpired, OSError):
             self._say("MLflow was not told of the end: no answer, or no memory or process left")
 
-    def _requeue(self) -> NoReturn:
-        """Requeues the job, without the nodes that the run excludes, and leaves at once: Slurm keeps the nodes until this
-        process has ended. TERM, by which Slurm ends it, is ignored from the requeue on, because Slurm changes the excluded
-        nodes only of a job that no longer runs."""
+    def _requeue(self) -> None:
+        """Requeues the job, without the nodes that the run excludes, and leaves at once, as Slurm keeps the nodes until this
+        process has ended, but for ranks at their time limit, which may still save. TERM, by which Slurm ends it, is ignored
+        from the requeue on, because Slurm changes the excluded nodes only of a job that no longer runs."""
         for _ in range(TRIES):  # the controller may be down for a while
             if (record := self._ask_slurm()) is not None:
                 excluded = requeue.nodes_to_exclude(self._run_dir, record.get("ExcNodeList", ""))
@@ -368,7 +369,9 @@ class BatchJob:
             self._leave(EXIT_FAILED, "could not be requeued; submit it again")
         if excluded:
             slurm.exclude_nodes(self._job, excluded)
-        self._leave(EXIT_FAILED)
+        self._is_ended = True
+        if self._child is None:
+            self._leave(EXIT_FAILED)
 
 
 def read_settings(arguments: Sequence[str]) -> Settings:

@@ -79,7 +79,7 @@ def begin(run_dir: RunDir, job: str, attempt: int) -> None:
 
 def note_begin(run_dir: RunDir, job: str, attempt: int, nodes: str, num_ranks: int) -> None:
     """Records that ranks start on these nodes."""
-    _note(run_dir, "began", job, attempt, newest=newest_checkpoint(run_dir), nodes=nodes, ranks=num_ranks)
+    _note(run_dir, "began", job, attempt, nodes=nodes, ranks=num_ranks)
 
 
 def first_failure(path: Path) -> tuple[int, str] | None:
@@ -92,11 +92,8 @@ def first_failure(path: Path) -> tuple[int, str] | None:
 
 
 def exit_without_failure(run_dir: RunDir, code: int) -> int:
-    """Exit code of ranks none of which recorded a failure, from that of srun.
-
-    A 2 is Slurm's own, if a node does not see the program: a restart may fix that. A 0 is also that of ranks whose node
-    Slurm has taken, and of those for whose end srun waited in vain: only run.json says that the run has finished.
-    """
+    """Exit code of ranks without a recorded failure, from srun's. Its 2 is Slurm's own, if a node does not see the program:
+    a restart may fix that. It is 0, too, if Slurm has taken the node of a rank, or srun waited in vain for ranks to end."""
     with suppress(MachineError):  # the decision waits for the disk
         if code == EXIT_DONE and read_record_patiently(run_dir.state).get("state") == "finished":
             return code
@@ -179,10 +176,8 @@ def end(
     if decision.then == "requeue" and how == "barred":
         again = f"`dist-transformer resume {run_dir.quoted}`, and ask your administrators"
         decision = Decision("stop", f"requeues are disabled for this job: {again}")
-    _note(
-        run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.then == "requeue",
-        reason=decision.reason, newest=newest_checkpoint(run_dir),
-    )  # fmt: skip
+    is_requeued = decision.then == "requeue"
+    _note(run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=is_requeued, reason=decision.reason)
     if decision.count is not None:  # after the record: a decision whose record failed is made again, and counts once
         write_json(run_dir.restarts, decision.count)
     return decision
@@ -191,12 +186,11 @@ def end(
 def note_lost_host(run_dir: RunDir, job: str, attempt: int, host: str) -> None:
     """Records that the job is requeued because its batch script is gone with its node."""
     reason = f"{host} went down, and with it the batch script: requeued"
-    newest = newest_checkpoint(run_dir)
-    _note(run_dir, "ended", job, attempt, exit_code=None, how="lost", requeued=True, reason=reason, newest=newest)
+    _note(run_dir, "ended", job, attempt, exit_code=None, how="lost", requeued=True, reason=reason)
 
 
 def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) -> None:
-    add_event(run_dir.attempts, event, {"job": job, "attempt": attempt, **values})
+    add_event(run_dir.attempts, event, {"job": job, "attempt": attempt, "newest": newest_checkpoint(run_dir), **values})
 
 
 def _max_restarts(run_dir: RunDir) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from slurm_runs import MAX_STEPS, SubmittedRun, signal_ranks, submit, submit_by_hand
-from slurm_test_cluster import PATIENCE_SECONDS, SlurmCluster, wait_until
+from slurm_test_cluster import HERE, PATIENCE_SECONDS, SlurmCluster, wait_until
 
 from dist_transformer.files import read_json
 
@@ -75,6 +75,40 @@ def test_a_job_near_its_time_limit_saves_and_goes_on(
     run.wait_for_end()
     assert [record["exit_code"] for record in run.attempts("ended")] == [75, 0]
     run.must_equal(undisturbed)
+
+
+HANGS = """import os, runpy, time
+
+def build(*sizes):
+    network = runpy.run_path("{example}")["build"](*sizes)
+    network.register_forward_pre_hook(wait)
+    return network
+
+def wait(*_):
+    while os.path.exists("{hold}"):
+        time.sleep(0.1)
+"""
+"""A network that stands still while there is a file: no signal of Slurm reaches the end of the step."""
+
+
+def test_a_job_whose_ranks_hang_at_its_time_limit_goes_on_in_the_queue(cluster: SlurmCluster, root: Path) -> None:
+    hold, plugin = root / "hold", root / "hangs.py"
+    plugin.write_text(HANGS.format(example=HERE.parents[1] / "examples" / "decoder_only.py", hold=hold))
+    run = submit(cluster, root, "hangs", f"model.plugin={plugin}:build", "checkpoints.every_steps=10")
+    run.wait_for_step(12)
+    hold.touch()
+    minutes = cluster.run("squeue", "--noheader", f"--jobs={run.job_id}", "--format=%M").split(":")[-2]
+    cluster.run("scontrol", "update", f"JobId={run.job_id}", f"TimeLimit={int(minutes) + 1}")
+    run.wait_for_words("ranks run on at the time limit")
+    run.wait_for_words("requeued: resumes from step_")
+    cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=30")
+    run.wait_for_attempt(1)  # Slurm has killed them
+    hold.unlink()
+    run.wait_for_end()
+    first, last = run.attempts("ended")[0], run.attempts("ended")[-1]
+    assert (first["exit_code"], first["requeued"], last["exit_code"]) == (143, True, 0)
+    assert run.history("start")[1]["step"] >= 10
+    assert run.steps() == list(range(1, MAX_STEPS + 1))
 
 
 def test_a_pre_empted_job_saves_and_goes_on_when_the_other_has_ended(

@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def test_a_mistake_of_a_user_ends_the_job_and_a_2_of_srun_itself_does_not(slurm:
     assert slurm.run('echo "2 n1" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137')[0] == 2
     assert slurm.calls("scontrol requeue") == 0
     (slurm.folder / "steps").unlink()
-    (slurm.run_dir.slurm / "first_exit_7-0").unlink()
+    (slurm.run_dir.slurm / "first_exit_7-0.0").unlink()
     slurm.run("exit 2", "exit 0")
     assert slurm.ends() == [(2, "decide", False), (1, "decide", False), (0, "decide", False)]
 
@@ -302,7 +303,6 @@ def test_programs_that_cannot_be_started_end_no_job_that_is_to_be_requeued(slurm
         ("None", 0, "COMPLETING PreemptTime=None", "cancelled"),
         ("None", 0, "COMPLETING EndTime=1795791778 PreemptTime=1795791777", "decide"),  # PreemptMode=CANCEL
         ("None", 0, "COMPLETING EndTime=1795798977 PreemptTime=1795791777", "cancelled"),  # SUSPEND, hours before
-        ("TimeLimit", 0, "COMPLETING", "decide"),
         ("None", 0, "RUNNING", "decide"),  # its node shuts down
         ("None", 0, "RUNNING Requeue=0", "barred"),
     ],
@@ -321,6 +321,46 @@ def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restart
     process.communicate(timeout=240)
     assert slurm.ends() == [(143, how, how == "decide")]
     assert len(slurm.steps()) == 1  # no ranks on a node that shuts down
+
+
+def _at_its_limit(slurm: Slurm, more: str = "") -> subprocess.Popen[str]:
+    """A job whose ranks run on after TERM, in the time that Slurm leaves them, once the decision is recorded."""
+    (slurm.folder / "reason").write_text("TimeLimit")
+    requeues = f'[ "$1" != requeue ] || sed -i s/Restarts=0/Restarts=1/ {slurm.folder}/job; '
+    slurm.programs["scontrol"] = requeues + slurm.programs["scontrol"]
+    process = slurm.start(f"touch $0.up; until [ -e {slurm.folder}/told ]; do sleep 0.1; done; exit 75")
+    wait_for((slurm.folder / "step_1.up").exists)
+    record = RECORD.replace("RUNNING Reason=None", "COMPLETING Reason=TimeLimit")
+    (slurm.folder / "job").write_text(f"{record} {more}")
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: bool(slurm.ends()))
+    return process
+
+
+def test_a_job_whose_ranks_run_on_at_its_time_limit_is_requeued_before_slurm_ends_its_script(slurm: Slurm) -> None:
+    process = _at_its_limit(slurm)
+    wait_for(lambda: slurm.calls("scontrol requeue 7") == 1)
+    assert (process.poll(), slurm.ends()) == (None, [(143, "decide", True)])
+    (slurm.folder / "told").touch()  # the ranks save after all
+    process.communicate(timeout=240)
+    assert slurm.ends() == [(143, "decide", True), (75, "ended", False)]
+    assert (slurm.calls("scontrol requeue 7"), len(slurm.steps())) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "more", "how", "why"),
+    [(True, "", "decide", "stopped by the file"), (False, "Requeue=0", "barred", "requeues are disabled")],
+)
+def test_at_its_time_limit_a_job_that_is_not_to_be_requeued_leaves_its_ranks_the_time_to_save(
+    slurm: Slurm, is_stopped: bool, more: str, how: str, why: str
+) -> None:
+    if is_stopped:
+        slurm.run_dir.stop_file.touch()
+    process = _at_its_limit(slurm, more)
+    (slurm.folder / "told").touch()
+    assert process.communicate(timeout=240)[0].count(f"not requeued: {why}") == 2
+    assert (process.returncode, slurm.ends()) == (75, [(143, how, False), (75, how, False)])
+    assert slurm.calls("scontrol requeue") == 0
 
 
 @pytest.mark.parametrize(("ends", "has_term"), [("exit 75", False), ("exit 143", True), (FAILS, False)])
