@@ -121,8 +121,8 @@ def error_of(plugin: Plugin, error: BaseException) -> UserError:
     frames = [(file, line) for file, line, *_ in traceback.extract_tb(error.__traceback__)]
     own = [line for file, line in frames if file == str(plugin.file)]
     line = getattr(error, "lineno", None) or (own[-1] if own else None)
-    is_ours = Path(__file__).parent in Path(frames[-1][0]).parents  # which got a result that it cannot take
-    where = f", line {line}" if line else "" if is_ours else ", {}, line {}".format(*frames[-1])  # from elsewhere
+    elsewhere = [each for each in frames if Path(__file__).parent not in Path(each[0]).parents]  # none: of its result
+    where = f", line {line}" if line else ", {}, line {}".format(*elsewhere[-1]) if elsewhere else ""
     said = f"{plugin.name} of {plugin.file}{where}: {type(error).__name__}: {error}"
     return UserError(f"{plugin.key}: {said}; mend the plug-in")
 

@@ -51,7 +51,8 @@ def config_of(marked: Marked, *, check_files: bool = True) -> Config:
     problems += [f"{marked.place_of(problem)}: {problem}" for problem in cross_problems(sections)]
     if check_files:
         missing = [*file_problems(sections.get("data"), sections.get("tokenizer")), *problems_of(plugins_of(sections))]
-        if {"model", "tracking"} <= {*sections} and sections["model"].plugin and sections["tracking"].register_as:
+        model, tracking = sections.get("model"), sections.get("tracking")
+        if model and model.plugin and tracking and tracking.enabled and tracking.register_as:
             missing.append("tracking.register_as: MLflow serves our own network, not that of model.plugin; remove one")
         problems += [f"{marked.place_of(problem)}: {problem}" for problem in missing]
     if problems:

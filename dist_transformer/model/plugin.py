@@ -119,8 +119,8 @@ def build_plugin(
         problem = f"returned {type(network).__name__}, expected a torch.nn.Module"
     elif not any(True for _ in network.parameters()):
         problem = "returned a module without parameters: there is nothing to train"
-    elif odd := [n for n, p in network.named_parameters() if is_lazy(p) or not (p.dim() and p.is_floating_point())]:
-        problem = f"returned {', '.join(odd[:5])}, expected parameters of floating point, with a dimension and a size (not lazy)"
+    elif odd := [n for n, p in network.named_parameters() if is_lazy(p) or p.is_complex() or not p.dim()]:
+        problem = f"returned {', '.join(odd[:5])}, expected parameters of real numbers, with a dimension and a size (not lazy)"
     elif buffers := [name for name, _ in network.named_buffers()]:
         problem = f"returned buffers ({', '.join(buffers[:5])}), which are not saved: use parameters, or compute them in forward"
     if problem is not None:

@@ -161,7 +161,7 @@ class build(torch.nn.Module):
         ("import torch\nbuild = lambda *_: torch.nn.Identity()\n", "nothing to train", 1),
         (
             "import torch\nbuild = lambda *_: torch.nn.LazyLinear(3)\n",
-            "returned weight, bias, expected parameters of float",
+            "returned weight, bias, expected parameters of real",
             1,
         ),
         (

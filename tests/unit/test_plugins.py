@@ -123,6 +123,7 @@ def test_a_model_that_mlflow_cannot_serve_is_not_to_be_registered_and_a_run_fold
     given = (f"model.plugin={file}:build", "tracking.register_as=mine")
     assert "tracking.register_as: MLflow serves" in one_problem_of(tmp_path / "run.yaml", *given)
     assert load_config(tmp_path / "run.yaml", [*given], check_files=False).tracking.register_as == "mine"
+    assert not load_config(tmp_path / "run.yaml", [*given, "tracking.enabled=false"]).tracking.enabled
 
 
 @pytest.mark.parametrize("code", ["None", "lambda: 3"])
@@ -153,14 +154,19 @@ def test_errors_of_memory_a_device_and_other_ranks_are_none_of_the_network(file:
     assert caught.value is error
 
 
-@pytest.mark.parametrize("value", ["torch.tensor(1.0)", "torch.arange(3)", "torch.ones(3, dtype=torch.complex64)"])
+@pytest.mark.parametrize("value", ["torch.tensor(1.0)", "torch.ones(3, dtype=torch.complex64)"])
 def test_parameters_that_cannot_be_trained_or_kept_are_named(tmp_path: Path, value: str):
     code = f"module = torch.nn.Linear(3, 3)\nmodule.odd = torch.nn.Parameter({value}, requires_grad=False)\n"
     (tmp_path / "odd.py").write_text(f"import torch\n{code}build = lambda *_: module\n", encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"odd.py returned odd, expected parameters of floating point, with a dimension"
-    ):
+    with pytest.raises(UserError, match=r"odd.py returned odd, expected parameters of real numbers, with a dimension"):
         build_plugin(find("model.plugin", f"{tmp_path}/odd.py:build"), ModelConfig(), 3, 3, 0)
+
+
+def test_a_table_of_whole_numbers_stays_as_it_is(tmp_path: Path):
+    code = "module = torch.nn.Linear(3, 3)\nmodule.table = torch.nn.Parameter(torch.arange(3), requires_grad=False)\n"
+    (tmp_path / "odd.py").write_text(f"import torch\n{code}build = lambda *_: module\n", encoding="utf-8")
+    network = build_plugin(find("model.plugin", f"{tmp_path}/odd.py:build"), ModelConfig(), 3, 3, 0)
+    assert torch.equal(dict(network.named_parameters())["network.table"], torch.arange(3))
 
 
 @pytest.mark.parametrize("dtype", ["half", "double"])

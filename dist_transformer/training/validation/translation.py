@@ -228,15 +228,15 @@ def _full_model(run: Run, engine: Engine) -> Iterator[Transformer]:
         finally:
             engine.train()
         return
-    ranks = run.ranks
-    model = empty_model(run.config.model, run.data.manifest)
-    if run.training.precision == "fp16":
-        model.half()
+    ranks, copies = run.ranks, list[Transformer]()
 
     def take_memory(number: int) -> None:
         with failures_named(ranks), explaining_out_of_memory(WHOLE_COPY, ranks.device):
-            model.to_empty(device=ranks.device).eval().requires_grad_(False)
+            model = empty_model(run.config.model, run.data.manifest)
+            model = model.half() if run.training.precision == "fp16" else model
+            copies.append(model.to_empty(device=ranks.device).eval().requires_grad_(False))
 
     in_rounds(ranks, 1, take_memory, lambda: False)  # all ranks agree before any of them waits for the weights
+    (model,) = copies
     engine.copy_weights(dict(model.named_parameters()))
     yield model
