@@ -144,7 +144,7 @@ def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
         except ValidationError as error:
             problems += [explain(marked, (name, *e["loc"]), e, model) for e in error.errors()]
     for name in (name for name in marked.values if name not in Config.model_fields):
-        problems.append(f"{marked.place((name,))}: {name}: no such section{suggestion(name, Config.model_fields)}")
+        problems.append(f"{marked.place((name,))}: {name}: no such section{_likely(name, Config.model_fields)}")
     return sections, problems
 
 
@@ -154,11 +154,16 @@ def explain(marked: Marked, path: KeyPath, error: Mapping[str, Any], section: ty
     if error["type"] == "extra_forbidden":
         key, known = str(path[-1]), _model_at(section, path[1:-1]).model_fields
         sections = Config.model_fields if path[0] in Config.model_fields else ()  # a node of a pipeline is in none
-        elsewhere = [f"{name}.{key}" for name in sections if key in _model_at(Config, (name,)).model_fields]
-        return f"{where}: no such key{f'; did you mean `{elsewhere[0]}`?' if elsewhere else suggestion(key, known)}"
+        return f"{where}: no such key{_likely(key, known, sections)}"
     if error["type"] == "missing":
         return f"{where}: is required but not given"
     return f"{where}: {value_problem(path, error)}"
+
+
+def _likely(key: str, known: Collection[str], sections: Iterable[str] = Config.model_fields) -> str:
+    """Returns the section that has an unknown key, or else a `suggestion` of the known ones."""
+    elsewhere = [f"{name}.{key}" for name in sections if key in _model_at(Config, (name,)).model_fields]
+    return f"; did you mean `{elsewhere[0]}`?" if elsewhere else suggestion(key, known)
 
 
 def value_problem(path: KeyPath, error: Mapping[str, Any]) -> str:

@@ -145,6 +145,7 @@ def test_nodes_in_a_run_file_or_among_its_overrides_are_one_problem_of_all(tmp_p
         write(tmp_path, "data: {train: {demo: train}}\nnodes: {a: 1}\ntraining: {zero_stage: 7}\n"), "nodes=4"
     )
     assert [problem.split(": ")[1] for problem in found] == ["training.zero_stage", "nodes=4"]
+    assert found[1].endswith("nodes: no such section; did you mean `slurm.nodes`?")
 
 
 def test_a_file_of_another_program_is_told_the_known_keys_once_and_the_section_that_has_a_key(tmp_path):
