@@ -1,8 +1,9 @@
 """Shared by all tests: the command as a user runs it, and a small real corpus to run it on."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -32,6 +33,18 @@ def no_handler_of_a_command() -> Iterator[None]:
     signal.set_wakeup_fd(-1)
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python's garbage collector leaves out what is collected here: it looked through these modules and thousands of items
+    again and again, which took as long as all else of the collection, in each process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
