@@ -61,6 +61,7 @@ def test_the_dry_run_prints_command_and_script_and_touches_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_closed_streams_take_nothing_into_the_files_of_results(tmp_path):
     start = f"exec {sys.executable} -m dist_transformer"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

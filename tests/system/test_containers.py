@@ -131,6 +131,7 @@ def test_a_step_or_variant_that_does_not_exist_is_refused(steps, arguments):
     assert asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys", "said"),
     [("infiniband", 3, "--container-image=/images/dist-transformer.sqsh"), ("lab", 2, "/images/dist-transformer.sif")],

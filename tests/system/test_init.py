@@ -50,6 +50,7 @@ def test_two_files_become_a_configuration_that_is_sound_and_trains(command: Comm
     assert (command.folder / "mine.yaml").read_text() == text
 
 
+@pytest.mark.slow
 def test_a_terminal_is_asked_and_enter_takes_what_is_proposed(command: Command) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -77,6 +78,7 @@ def test_a_terminal_is_asked_and_enter_takes_what_is_proposed(command: Command) 
     assert len((command.folder / "asked-text" / "test.fr").read_text().splitlines()) == 30
 
 
+@pytest.mark.slow
 def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
     pairs = zip(*((command.folder / f"train.{code}").read_text().splitlines() for code in ("en", "de")), strict=True)
     (command.folder / "t.jsonl").write_text("".join(json.dumps({"x": en, "y": de}) + "\n" for en, de in pairs))
@@ -191,6 +193,7 @@ def test_what_is_refused_says_why_and_writes_nothing(
     assert sorted(command.folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_disk_too_full_for_the_configuration_keeps_no_text_and_the_same_command_goes_on(command: Command) -> None:
     for name in ("few.en", "few.de"):
         (command.folder / name).write_text("".join(f"{number} words\n" for number in range(40)))

@@ -29,6 +29,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_without_a_stop(accepta
     assert (tmp_path / "killed" / "history.jsonl").read_text(encoding="utf-8").count('"event": "start"') == 3
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_written_down_and_the_others_go_on(
     acceptance: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

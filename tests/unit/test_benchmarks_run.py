@@ -329,6 +329,7 @@ def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step
             assert losses == pytest.approx(ours, rel=allowed)
 
 
+@pytest.mark.slow
 def test_the_edits_of_the_start_benchmark_are_of_text_that_is_in_the_package(tmp_path: Path) -> None:
     each = "for name, edits in start.WITHOUT.items(): start._copy(pathlib.Path(sys.argv[1]), name, edits)"
     code = f"import start, pathlib, sys\n{each}"

@@ -160,6 +160,7 @@ def test_a_resume_may_add_or_drop_a_metric_and_not_change_it(before: str | None,
     assert differs("model.plugin", {"model.plugin": before}, {"model.plugin": now}) == (before != now)
 
 
+@pytest.mark.slow
 def test_a_metric_of_a_plug_in_chooses_the_best_checkpoint_and_is_missed_when_it_has_changed(
     train_small: Callable[..., Path], command: Command
 ):

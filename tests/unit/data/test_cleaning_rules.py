@@ -182,6 +182,7 @@ def test_a_language_that_the_library_does_not_know_is_named():
         Cleaner(FilterConfig(rules={"language": True}), ("en", "tlh_AQ")).clean(RawBatch(0, [EN], [DE]))
 
 
+@pytest.mark.slow
 def test_the_language_is_that_which_py3langid_finds_sentence_by_sentence():
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
     texts = [text for pair in islice(demo_pairs("test"), 300) for text in pair]

@@ -43,6 +43,7 @@ def test_a_sentence_is_cut_between_words_and_a_word_between_characters_only_wher
     assert cut_line("one two-three-four", num_characters, 8) == ["one", "two-thr", "ee-four"]
 
 
+@pytest.mark.slow
 def test_a_line_of_nothing_but_full_stops_is_cut_like_any_other() -> None:
     """Looked for from each of them, the end of a sentence would take an hour."""
     line = "." * 200_000

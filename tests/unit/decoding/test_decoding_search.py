@@ -107,6 +107,7 @@ SOURCES = [[3, 4, EOS], [5, EOS]]
 LONGEST = [5, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_models", [1, 2])
 @pytest.mark.parametrize(
     ("prefixes", "ngram_size"), [([[4], []], 0), ([[5, 3], [4]], 0), ([[], []], 1), ([[3], []], 2)]

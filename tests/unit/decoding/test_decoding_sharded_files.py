@@ -320,6 +320,7 @@ def make_part_and_join(output: Path, chunk: int) -> None:
     parts.join()
 
 
+@pytest.mark.slow
 def test_processes_at_once_join_the_whole_once(tmp_path: Path) -> None:
     context, output = multiprocessing.get_context("spawn"), tmp_path / "out"
     processes = [context.Process(target=make_part_and_join, args=(output, chunk)) for chunk in range(4)]

@@ -58,6 +58,7 @@ def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: list[Tensor], hea
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 32), (64, 32), (128, 128)])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -115,6 +116,7 @@ def test_the_gradient_of_logits_is_that_in_place(dtype: torch.dtype, pieces: int
         assert distance(one, other.double()) < ERROR[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 def test_the_model_has_the_same_gradients_with_the_kernels(
     make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch

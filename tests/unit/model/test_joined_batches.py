@@ -47,6 +47,7 @@ def gradients(model: Transformer, *losses: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"positions": "learned", "max_positions": 16}, *VARIANTS])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_joined_batches_have_the_sum_of_their_losses_and_its_gradients(

@@ -112,6 +112,7 @@ def test_the_activations_are_those_that_autograd_keeps(precision, stage, norm, m
     assert found.weight_copies == copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, dict(norm="pre"), dict(final_norm=True, norm_type="rms")], ids=str)
 def test_with_checkpointing_the_activations_are_the_inputs_of_layers(model):
     config = config_of({**SMALL_MODEL, **model}, activation_checkpointing=True, precision="fp32")

@@ -133,6 +133,7 @@ def test_p_values_are_of_runs_that_were_scored_alike_and_of_words_of_the_languag
     assert texts == ["-", "0.001", "-", "-"]
 
 
+@pytest.mark.slow
 def test_differences_in_bleu_of_the_same_text_have_a_p_value_against_the_first_that_kept_it(tmp_path):
     references = [f"the {number} houses of this street are blue ." for number in range(200)]
     texts = {
@@ -290,6 +291,7 @@ def test_sentences_of_one_run_alone_are_left_out(tmp_path):
     assert [text for level, text in page.headings if level == 3 and "key" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sources", "settings", "said"),
     [

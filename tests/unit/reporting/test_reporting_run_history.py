@@ -101,6 +101,7 @@ def test_restarts_are_those_of_the_attempts_where_there_is_no_history(tmp_path):
     assert read_story(run_dir).restart_steps == [150]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "missing",
     ["metrics.jsonl", "samples.jsonl", "history.jsonl", "config.yaml", "run.json", "evaluation", "checkpoints"],

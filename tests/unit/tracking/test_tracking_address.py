@@ -39,6 +39,7 @@ def test_a_variable_that_holds_no_address_is_refused_and_no_store_is_taken_in_it
     assert target_of(settings_of("http://of-the-file:5000"), RunDir(tmp_path / "a"), tmp_path).uri
 
 
+@pytest.mark.slow
 def test_a_user_without_a_home_as_in_a_container_is_tracked_too() -> None:
     program = "import pwd; pwd.getpwuid = {}.__getitem__; from dist_transformer.tracking import mlflow_client"
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
@@ -61,6 +62,7 @@ def test_who_has_an_empty_variable_is_told_before_anything_is_done(command: Comm
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_tracked_where_mlflows_variable_says(
     stored_run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def trained(run_dir: RunDir) -> Tracker:
     return tracker
 
 
+@pytest.mark.slow
 def test_status_points_and_report_are_there_before_the_upload_of_the_model_begins(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def test_status_points_and_report_are_there_before_the_upload_of_the_model_begin
     assert seen == ["FINISHED", curves_in_file(stored_run_dir), True]
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_again_is_waited_for_while_it_takes_data_and_gets_the_status_first(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ def wait_for_the_threads_of(run_dir: RunDir) -> None:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_thread_that_was_given_up_sends_nothing_beside_the_next_one_of_its_run(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, release: threading.Event
 ) -> None:

@@ -76,6 +76,7 @@ def artifact(client: MlflowClient, run: Run, name: str, folder: Path) -> str:
     return Path(client.download_artifacts(run.info.run_id, name, str(folder))).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_folder_of_which_only_a_checkpoint_was_copied_goes_on_in_the_same_run(
     stored_run_dir: RunDir, client: MlflowClient
 ) -> None:
@@ -345,6 +346,7 @@ def test_the_report_is_an_artifact(
     assert artifact(client, delivered(tracker), "report.html", tmp_path) == "<html/>"
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_moved_before_its_history_was_sent_sends_its_files_from_there(
     stored_run_dir: RunDir, client: MlflowClient
 ) -> None:

@@ -26,6 +26,7 @@ from dist_transformer.tracking.final_status import settle
 from dist_transformer.tracking.tracker import store_uri, sync
 
 
+@pytest.mark.slow
 def test_a_store_that_was_moved_with_its_runs_is_found_and_none_is_made_at_the_old_place(
     stored_run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_browser_is_shown_the_store_of_the_folder_of_runs(stored_run_dir: Ru
     assert store_uri(stored_run_dir.path.parent) == store_of(stored_run_dir)
 
 
+@pytest.mark.slow
 def test_a_store_whose_making_was_interrupted_is_not_there(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(client: MlflowClient, max_results: int) -> None:
         raise OSError("the node lost its power")

@@ -48,6 +48,7 @@ def silent_address() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_an_address_that_never_answered_is_not_remembered(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_what_a_database_refuses_is_one_answer_without_a_traceback_of_mlflow(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value"), [("MLFLOW_HTTP_REQUEST_TIMEOUT", "2.5"), ("MLFLOW_TRACKING_INSECURE_TLS", "yes")]
 )

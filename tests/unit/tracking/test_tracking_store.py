@@ -229,6 +229,7 @@ def test_a_run_deleted_on_the_server_is_restored(stored_run_dir: RunDir, client:
     assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatience")
 @pytest.mark.parametrize("is_all", [False, True])
 def test_a_run_deleted_while_it_trains_is_restored_before_its_end_and_has_every_point(

@@ -238,6 +238,7 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(batch_size_finder.memory, "allowance", lambda ranks: Allowance(60_000_000, "a limit"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory")
 def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_found(ranks, caplog):
     objective = objective_of()
@@ -267,6 +268,7 @@ def failing_above(most_tokens, error):
 OUT_OF_MEMORY = torch.AcceleratorError("CUDA error: out of memory")
 
 
+@pytest.mark.slow
 def test_the_search_takes_a_library_that_is_out_of_memory_for_too_large_a_size(ranks):
     found = find_max_tokens(
         failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, TrainingConfig(precision="fp32")

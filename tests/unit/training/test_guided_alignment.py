@@ -98,6 +98,7 @@ def cross_entropies(
     return [(one + two) / tokens for one, two in zip(seen[::2], seen[1::2], strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_cross_attention_learns_the_alignment_in_every_stage(ranks, batches, stage, checkpointing):

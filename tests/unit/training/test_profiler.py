@@ -78,6 +78,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines if len(line) == 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "checkpointing"), [(0, False), (1, True)])
 def test_a_profile_has_a_trace_and_a_table_of_all_parts_and_leaves_nothing_behind(
     make_engine, batches, ranks: Ranks, tmp_path, stage, checkpointing

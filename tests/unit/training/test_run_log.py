@@ -229,6 +229,7 @@ def test_a_save_looks_at_each_checkpoint_once_and_tells_of_those_that_stay(tmp_p
     assert tracker.told[1:] == [(60, False, [*expected, "step_00000060"])]
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_end_of_a_log_is_a_warning(caplog):
     metrics = MetricsLog(FULL)
     metrics.append("train", 1, {"loss": 1.0})
@@ -237,6 +238,7 @@ def test_a_full_disk_at_the_end_of_a_log_is_a_warning(caplog):
     assert "lost" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_history_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     run_dir = RunDir(tmp_path)
     run_dir.history.symlink_to(FULL)

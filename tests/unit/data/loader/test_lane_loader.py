@@ -251,6 +251,7 @@ def test_a_window_is_planned_once(monkeypatch: pytest.MonkeyPatch):
     assert {*planned.values()} == {1}
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),

@@ -295,6 +295,7 @@ def test_rules_about_all_pairs_are_refused_for_parquet_in_place(tmp_path: Path, 
         prepare(config)
 
 
+@pytest.mark.slow
 def test_a_corpus_with_its_sides_exchanged_is_judged_by_its_own_languages(tmp_path: Path):
     write_text(tmp_path)
     back = {"source": "train.de", "target": "train.en", "tags": ["<2en>"]}

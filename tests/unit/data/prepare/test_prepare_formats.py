@@ -70,6 +70,7 @@ def _as_if_made_with(recipe: dict[str, Any], config: Config) -> Manifest:
     return Manifest.load(folder.rename(target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "is_named"),
     [(PREPARED_FORMAT, True), *product([FORMER_RULES, FORMAT_BEFORE_RULES], [True, False])],

@@ -95,6 +95,7 @@ def test_files_of_another_text_are_named_and_a_run_with_checkpoints_is_given_a_w
         prepare(config_of(tmp_path, data={**others, **corpora}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.de", "validation.en"])
 def test_a_text_that_changes_while_it_is_prepared_is_refused_and_then_prepared_anew(
     tmp_path: Path, whole: Manifest, name: str

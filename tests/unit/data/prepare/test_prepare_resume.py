@@ -82,6 +82,7 @@ def test_stopped_around_any_record_the_result_is_the_same(tmp_path: Path, whole:
     assert not (prepared_folder(config) / WORK_FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_finished_units_are_not_made_again(tmp_path: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch):
     config = stopped_between_chunks(tmp_path)
     made: list[str] = []
@@ -253,6 +254,7 @@ def test_a_preparation_that_was_begun_without_commits_of_the_hub_goes_on(tmp_pat
     assert prepare(config) == whole
 
 
+@pytest.mark.slow
 def test_a_spill_file_is_its_chunk_sorted_by_key_written_with_little_memory_beside_the_rows(tmp_path: Path):
     def tables() -> list[pa.Table]:
         ids = [[row % 7] * 200 for row in range(500)]

@@ -100,6 +100,7 @@ def test_every_format_at_an_address_gives_the_rows_of_the_disk(tmp_path: Path, w
             assert read(root, corpus) == PAIRS, (root, corpus)
 
 
+@pytest.mark.slow
 def test_a_server_that_sends_whole_files_only_will_do_for_lines_and_streams(tmp_path: Path):
     corpora = write_corpora(str(tmp_path))
     noise = np.random.default_rng(0)
@@ -229,6 +230,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, web: WebServer):
             read(web.address, corpus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["busy", "whole"])
 @pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.tsv"])
 def test_each_request_may_fail_once_or_bring_the_whole_file(
@@ -332,6 +334,7 @@ def test_a_file_that_is_not_there_and_a_server_that_is_not_there_are_named(tmp_p
         read(address, CorpusConfig(path="a.tsv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path, web: WebServer, suffix: str):
     noise, file = np.random.default_rng(0), tmp_path / f"a.tsv{suffix}"

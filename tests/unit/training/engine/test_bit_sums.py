@@ -77,6 +77,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_gradient_computed_again_has_the_same_numbers_and_adds_nothing_to_the_step(

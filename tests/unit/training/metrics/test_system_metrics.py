@@ -283,6 +283,7 @@ def test_other_ranks_go_by_the_first_ones_clock(first_says: float, times: int) -
     assert group.sent[0][2] == 0
 
 
+@pytest.mark.slow
 def test_a_process_knows_when_it_began() -> None:
     asked = time.time()
     lines = ("from dist_transformer.training.metrics.system_metrics import process_began", "print(process_began())")

@@ -36,6 +36,7 @@ def test_measures_are_those_of_all_logits_at_once(make_engine, ranks, stage):
     assert engine.objective.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
