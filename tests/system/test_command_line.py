@@ -25,6 +25,7 @@ LIGHT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
 def test_looking_imports_no_heavy_library(arguments, tmp_path):
     program = f"""

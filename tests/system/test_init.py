@@ -91,6 +91,7 @@ def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
     assert "no problem found" in command("config", "check", "table.yaml")
 
 
+@pytest.mark.slow
 def test_a_tsv_has_two_columns_or_a_first_line_with_the_languages_or_is_given_its_columns(command: Command) -> None:
     rows = [f"{number}\tword {number}\tWort {number}\n" for number in range(40)]
     (command.folder / "three.tsv").write_text("id\tenglish\tgerman\n" + "".join(rows))
@@ -110,6 +111,7 @@ def test_a_tsv_has_two_columns_or_a_first_line_with_the_languages_or_is_given_it
         assert sorted("".join(texts).splitlines()) == sorted(f"word {number}" for number in range(40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["tiny", "small", "base", "big"])
 def test_each_size_of_the_model_gives_a_configuration_without_problems(command: Command, preset: str) -> None:
     command("init", "train.en", "train.de", "--yes", "--preset", preset, "--name", f"sized-{preset}")
@@ -129,6 +131,7 @@ def test_a_configuration_cannot_go_where_train_would_not_read_it(command: Comman
     assert "--out /dev/stdout: is a device or a pipe, expected a file" in said
 
 
+@pytest.mark.slow
 def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes(
     command: Command, tmp_path: Path
 ) -> None:

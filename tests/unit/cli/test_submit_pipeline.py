@@ -95,6 +95,7 @@ SLURM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", SLURM)
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_the_settings_of_every_job_of_a_pipeline_are_checked_before_anything_is_changed(

@@ -301,6 +301,7 @@ def test_the_lines_that_requeue_are_the_same_in_each_script(name: str) -> None:
     assert lines[0].startswith("requeue: the same lines in ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", TAKEN_BY)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("name", REQUEUEING)

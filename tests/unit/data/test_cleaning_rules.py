@@ -32,6 +32,7 @@ def is_dropped(rule, source, target, value=True) -> bool:
     return rule in text.dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "source", "target"),
     [

@@ -82,6 +82,7 @@ def largest_difference(first: list[list[float]], second: list[list[float]]) -> f
     return max(abs(a - b) for left, right in zip(first, second, strict=True) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", VARIANTS, ids=str)
 def test_ctranslate2_gives_every_token_the_probability_that_we_give_it(tmp_path: Path, given: Any):
     loaded = make_model_folder(tmp_path / "ours", **given)
@@ -314,6 +315,7 @@ class OnGpu:
         return ctranslate2.Translator(folder, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_gpus", "hip", "device"),
     [(1, None, "cuda"), (0, None, "cpu"), (1, "7.1", "cpu")],

@@ -86,6 +86,7 @@ def damaged(content: bytes, chooser: random.Random) -> bytes:
     return content[:at] + (b"" if kind == 1 else noise) + content[at + (0 if kind == 2 else len(noise)) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "source.model"])
 @pytest.mark.parametrize("use", USES)
 def test_any_damage_to_the_bytes_of_a_file_is_told_in_a_message(whole, tmp_path, name, use):

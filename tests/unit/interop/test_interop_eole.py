@@ -109,6 +109,7 @@ def _edit_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "error", "said"),
     [

@@ -89,6 +89,7 @@ def test_an_exported_model_computes_in_marian_what_it_does_here_and_comes_back_t
         np.testing.assert_allclose(first, second, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

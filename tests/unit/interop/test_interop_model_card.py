@@ -171,6 +171,7 @@ def ending_at_once(folder: Path) -> LoadedModel:
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "said", "count"),
     [

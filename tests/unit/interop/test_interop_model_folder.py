@@ -301,6 +301,7 @@ with complete_folder(Path(sys.argv[1]), "a model folder", Path.is_dir, ["config.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [1, 2, 3, 4])
 def test_what_a_user_put_into_a_folder_survives_a_kill_while_it_is_replaced(moment: int, tmp_path: Path) -> None:
     folder, own = tmp_path / "model", {"README.md": "mine", "notes/today.txt": "mine"}

@@ -202,6 +202,7 @@ def _wait_for(paths: list[Path], process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "arrives"),
     [

@@ -88,6 +88,7 @@ def test_a_loss_is_best_where_it_is_lowest(stories):
     assert best == (losses.index(min(losses)) if losses[0] != losses[1] else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "texts"),
     [({"beam_size": 1}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (greedy search, 1,000 pairs)"]),

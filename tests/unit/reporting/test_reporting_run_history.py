@@ -123,6 +123,7 @@ def test_a_torn_last_line_is_left_out(tmp_path, name):
     assert (after.samples, after.starts, after.curves.newest) == (before.samples, before.starts, before.curves.newest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["run.json", "config.yaml", "divergence.json", "evaluation/test.json", "tracking.json"]
 )

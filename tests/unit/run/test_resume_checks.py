@@ -196,6 +196,7 @@ def test_a_corpus_with_which_training_goes_on_is_no_problem_of_the_checkpoint(
     assert [*start_problems(config, run_dir)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -46,6 +46,7 @@ def test_a_user_without_a_home_as_in_a_container_is_tracked_too() -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", "config check", "track sync"])
 def test_who_has_an_empty_variable_is_told_before_anything_is_done(command: Command, verb: str) -> None:
     arguments: list[object] = ["small.yaml", "run.name=x"]
@@ -77,6 +78,7 @@ def test_a_run_is_tracked_where_mlflows_variable_says(
     assert not (stored_run_dir.path.parent / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "address",
     [
@@ -99,6 +101,7 @@ def test_credentials_in_mlflows_variable_are_in_no_file_of_the_run_and_in_no_lin
         assert b"55word" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_the_address_is_without_credentials(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

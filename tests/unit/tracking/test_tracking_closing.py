@@ -159,6 +159,7 @@ def test_a_thread_that_was_given_up_sends_nothing_beside_the_next_one_of_its_run
     assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
 
 
+@pytest.mark.slow
 def test_a_report_that_is_gone_is_left_out_with_one_warning_and_cost_no_second_opening(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

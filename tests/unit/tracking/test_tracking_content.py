@@ -93,6 +93,7 @@ def test_a_folder_of_which_only_a_checkpoint_was_copied_goes_on_in_the_same_run(
     assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 31)]
 
 
+@pytest.mark.slow
 def test_what_a_run_folder_remembers_goes_before_the_id_it_is_given(stored_run_dir: RunDir) -> None:
     started(stored_run_dir).close("SCHEDULED")
     first = run_id_of(stored_run_dir)
@@ -204,6 +205,7 @@ def test_one_checkpoint_is_the_best_and_those_no_longer_kept_are_marked(
     assert all(model.model_type == "checkpoint" and model.status == "READY" for model in models.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_one", ["sent", "damaged", "refused"])
 def test_of_checkpoints_that_wait_the_last_ones_set_the_tags_of_all(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, last_one: str
@@ -252,6 +254,7 @@ def test_a_checkpoint_that_was_deleted_and_written_again_is_no_longer_marked(
     assert "deleted" not in models_of(client, delivered(tracker))["step_00000010"].tags
 
 
+@pytest.mark.slow
 def test_lines_that_an_earlier_version_left_in_the_spool_are_delivered(
     stored_run_dir: RunDir, client: MlflowClient, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_store_that_was_moved_with_its_runs_is_found_and_none_is_made_at_the_o
     assert "whole history" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_files_of_a_run_whose_store_was_moved_go_there_too(stored_run_dir: RunDir, tmp_path: Path) -> None:
     started(stored_run_dir).close("SCHEDULED")
     runs = stored_run_dir.path.parent

@@ -197,6 +197,7 @@ def test_a_signal_just_before_a_rank_is_forked_reaches_that_rank_too(tmp_path: P
     assert code == EXIT_REQUEUE, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGUSR1", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("helper", [1, 2])
 @pytest.mark.parametrize("is_forked", [True, False])

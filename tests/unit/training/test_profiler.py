@@ -153,6 +153,7 @@ def test_a_full_disk_is_a_warning(make_engine, batches, ranks: Ranks, tmp_path, 
     assert written == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [ALL_STEPS + 1, BEFORE + 1])
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_collective_is_on_its_way_when_the_profiler_stops(

@@ -105,6 +105,7 @@ def as_the_version_before(path: Path) -> None:
     names[2].unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("partition", "is_old"), [(40, False), (40, True), (1 << 24, False)])
 def test_partitions_of_the_keys_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int, is_old: bool
@@ -180,6 +181,7 @@ def test_a_stop_request_is_taken_while_the_keys_are_compared(tmp_path: Path, mon
     assert rows_in(config) == [*range(300)]
 
 
+@pytest.mark.slow
 def test_validation_and_test_sentences_are_removed_unless_told_otherwise(tmp_path: Path):
     write_text(
         tmp_path,

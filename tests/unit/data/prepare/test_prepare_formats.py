@@ -172,6 +172,7 @@ def test_what_a_newer_version_has_made_is_left_to_it(tmp_path: Path, is_complete
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_the_fly", [False, True])
 @pytest.mark.parametrize("version", [FORMER_RULES, FORMAT_BEFORE_RULES])
 def test_a_run_whose_corpus_of_a_former_format_is_gone_resumes_with_the_same_files_and_with_no_others(

@@ -259,6 +259,7 @@ STUTTERS = {
 """Some of what a file system answers for a moment: a client that was evicted, a server that starts again."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", sorted(STUTTERS), ids=errno.errorcode.get)
 @pytest.mark.parametrize(
     "names",
