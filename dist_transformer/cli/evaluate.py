@@ -9,10 +9,10 @@ import typer
 
 from dist_transformer.cli import arguments as options
 from dist_transformer.config.data_schema import MODIFIERS
+from dist_transformer.config.metrics import Words
 from dist_transformer.decoding.evaluation import (
     Scored,
     Text,
-    Tokenised,
     evaluate_model,
     measured_by,
     read_aligned,
@@ -61,7 +61,7 @@ def evaluate_command(
         typer.Option(help="A measure of your own as well, as validation.plugin: FILE.py:NAME.", show_default=False),
     ] = None,
     tokenised: Annotated[
-        Tokenised | None,
+        Words | None,
         typer.Option(
             help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of tokenised text (spaces).",
             show_default=False,

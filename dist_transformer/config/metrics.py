@@ -6,6 +6,9 @@ A metric is a measure of data.validation (`bleu`), or of another corpus, with it
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+Words = Literal["moses", "spaces"]
+"""Source of the words of tokenised BLEU: Moses' tokenizer, or the spaces of the text."""
+
 
 class Measure(NamedTuple):
     """A measure: its name and format on pages, the text that it is computed on, and its better direction."""

@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.metrics import Words
 from dist_transformer.config.schema import Config
 from dist_transformer.decoding.search_settings import noting_tags, search_settings
 from dist_transformer.errors import UserError
@@ -27,8 +28,6 @@ TELL_SECONDS = 10
 SEED_OF_MODIFIERS = 1
 NAME_CHARACTERS = 50
 """Characters of a file's name in the name of its results, because file systems allow 255 bytes."""
-Tokenised = Literal["moses", "spaces"]
-"""Source of the words of BLEU as older papers counted it: Moses' tokenizer, or the spaces of the text."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def evaluate_model(
     split: str,
     source: Path | None,
     references: Sequence[Path],
-    tokenised: Tokenised | None = None,
+    tokenised: Words | None = None,
     metric: Plugin | None = None,
     plugin: str | None = None,
     modified: Sequence[str] = (),
@@ -188,7 +187,7 @@ def read_aligned(first: Path, others: Sequence[Path]) -> tuple[list[str], list[l
 
 
 def measured_by(
-    translations: list[str], pairs: Text, language: str, tokenised: Tokenised | None, metric: Plugin | None
+    translations: list[str], pairs: Text, language: str, tokenised: Words | None, metric: Plugin | None
 ) -> dict[str, Any]:
     from dist_transformer.data.prepare.report import warn_of_cut_text
     from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores

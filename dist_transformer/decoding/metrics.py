@@ -5,18 +5,15 @@ import logging
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Literal
 
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
 
 from dist_transformer.config.data_checks import language_code
+from dist_transformer.config.metrics import Words
 from dist_transformer.decoding.long_lines import without_spaces
 
 log = logging.getLogger(__name__)
-
-Words = Literal["moses", "spaces"]
-"""Source of the words in `tokenised_scores`: Moses' tokenizer, or the spaces of the text."""
 
 TOKENIZERS = {**dict.fromkeys(("zh", "zho", "chi", "cmn", "yue"), "zh"), **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
               **dict.fromkeys(("ko", "kor"), "ko-mecab")}  # fmt: skip
