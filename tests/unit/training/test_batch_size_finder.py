@@ -340,10 +340,15 @@ LIMITED = """
 
 
 def limited(most_bytes):
-    """(found, whether it fits, whether twice as much fits, stderr) of a process with so much address space left."""
+    """(found, whether it fits, whether twice as much fits, stderr) of a process with so much address space left.
+
+    Each tensor has a mapping of its own (mallopt(3)), as those above 32 MB, which fill memory in real training, always
+    have: else the holes between the small tensors here take what is free, differently in each run.
+    """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LIMITED), str(most_bytes)],
-        env={name: value for name, value in os.environ.items() if name not in NOT_INHERITED},
+        env={name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        | {"MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,
         timeout=300,
