@@ -11,7 +11,7 @@ from dist_transformer.cli.arguments import Overrides, RunArgument
 from dist_transformer.cluster.checks import time_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import seconds_of
-from dist_transformer.config.model_size import with_precision
+from dist_transformer.config.model_size import automatic_precision, with_precision
 from dist_transformer.errors import UserError
 from dist_transformer.planning.hardware import Planned, calibrated, hardware_of
 from dist_transformer.run.read_run import read_run
@@ -113,7 +113,7 @@ def _planned(
     from dist_transformer.planning.vocabularies import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
-    config = with_precision(config, "fp32" if gpu == "cpu" else "fp16")  # the value of auto, as in resolve_precision
+    config = with_precision(config, automatic_precision(gpu != "cpu"))
     ranks = gpus or config.slurm.ranks_per_node
     _must_be_finite(**rates)
     hardware = hardware_of(gpu) if calibrate is None else calibrated(hardware_of(gpu), calibrate)

@@ -62,6 +62,11 @@ def count_by_part(config: ModelConfig, source_vocabulary: int, target_vocabulary
     return Parameters(encoder + decoder + final_norms, output_bias + rows * d_model)
 
 
+def automatic_precision(has_gpu: bool) -> str:
+    """Returns the value of `training.precision: auto`."""
+    return "fp16" if has_gpu else "fp32"
+
+
 def with_precision(config: Config, precision: str) -> Config:
     """Returns the configuration with `precision` in place of `training.precision: auto`."""
     if config.training.precision != "auto":

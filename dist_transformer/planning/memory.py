@@ -184,7 +184,8 @@ def with_token_budget(config: Config, num_ranks: int, memory_gb: float) -> Confi
 def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | None:
     """Message why a run of `num_ranks` ranks does not fit into GPUs of `memory_gb`, with a remedy; None if it fits.
     With `data.max_tokens: auto` a run fits if the smallest micro-batch does."""
-    config = model_size.with_effective_zero_stage(model_size.with_precision(config, "fp16"), num_ranks)
+    config = model_size.with_precision(config, model_size.automatic_precision(has_gpu=True))
+    config = model_size.with_effective_zero_stage(config, num_ranks)
     config = with_token_budget(config, num_ranks, memory_gb)
     memory, usable = memory_of_rank(config, num_ranks), memory_gb * 1e9 * USABLE_SHARE
     if memory.peak_bytes <= usable:

@@ -5,7 +5,7 @@ import os
 import torch
 
 from dist_transformer.config.checks import cross_problems
-from dist_transformer.config.model_size import with_precision
+from dist_transformer.config.model_size import automatic_precision, with_precision
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError, UserError
 
@@ -18,7 +18,7 @@ def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
     Raises UserError: on every rank: this machine cannot train in that precision, or another setting forbids it."""
     said = ""
     if config.training.precision == "auto":
-        config = with_precision(config, "fp16" if has_gpu else "fp32")
+        config = with_precision(config, automatic_precision(has_gpu))
         said = f"{config.training.precision}, what training.precision: auto is on {'GPUs' if has_gpu else 'CPUs'}"
     if problems := cross_problems({"training": config.training, "divergence": config.divergence}):
         raise ConfigError(problems).agreed()
