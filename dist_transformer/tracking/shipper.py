@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -227,9 +228,11 @@ class Shipper:
         """
         path = self._run_dir.metrics
         if self._file is not None:
-            if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
-                return
+            with suppress(OSError):  # a network disk that failed over may not know the old file any more
+                if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                    return
             self._file.close()
+            self._file = None
         self._file, self._offset = path.open("rb") if path.exists() else None, 0
 
     def _send_event(self, run: "TrackedRun", event: dict[str, Any], channel: str) -> None:

@@ -166,6 +166,28 @@ def test_a_file_set_back_again_and_again_between_two_passes_is_read_anew(stored_
     assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 61)]
 
 
+def test_a_file_whose_handle_went_stale_is_opened_anew(stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network disk whose server failed over: the path is well, the handle is not known any more."""
+    target = target_of(settings_of(None), stored_run_dir, stored_run_dir.path.parent)
+    log, fstat = MetricsLog(stored_run_dir.metrics), os.fstat
+    passes = shipper.Shipper(stored_run_dir, target, DeliveryState("a run"))
+    train(log, range(1, 11))
+    passes.deliver()
+    stale = passes._file
+    assert stale is not None
+
+    def refusing(number: int) -> os.stat_result:
+        if passes._file is stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return fstat(number)
+
+    monkeypatch.setattr(os, "fstat", refusing)
+    train(log, range(11, 21))
+    passes.deliver()
+    curve = curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))["train/loss"]
+    assert [step for step, _, _ in curve] == list(range(1, 21))
+
+
 def test_a_crash_before_the_memory_was_saved_repeats_nothing(stored_run_dir: RunDir, client: MlflowClient) -> None:
     tracker = started(stored_run_dir)
     train(MetricsLog(stored_run_dir.metrics), range(1, 11))

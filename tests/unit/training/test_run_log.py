@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import resource
 import time
@@ -288,3 +289,18 @@ def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
             pass
 
     on_ranks(2, attempt)
+
+
+def test_train_log_goes_on_after_its_handle_went_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = rank._LogFile(tmp_path / "train.log", encoding="utf-8")
+    lines = [
+        logging.LogRecord("run", logging.INFO, "", 0, text, None, None) for text in ("one", "two", "three", "four")
+    ]
+    handler.handle(lines[0])
+    with (tmp_path / "train.log").open("rb") as readable:  # as on a network disk that failed over: no write is taken
+        os.dup2(readable.fileno(), handler.stream.fileno())
+    for line in lines[1:]:
+        handler.handle(line)
+    handler.close()
+    assert (tmp_path / "train.log").read_text().split() == ["one", "three", "four"]
+    assert capsys.readouterr().err.count("lines of the log are lost there") == 1
