@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # at run time it would import numpy for every command
 
 MOST_HELD_OUT, HELD_OUT_PART = 2000, 30
 LANGUAGE = re.compile(r"\.([a-z]{2,3}(?:[-_]\w+)?)(?:\.gz|\.zst|\.xz)?$")
+CODE = re.compile(r"[\w-]+")
 SIDES, SPLITS = ("source", "target"), ("validation", "test")
 TwoFiles = Annotated[tuple[Path, Path] | None, typer.Option(help="Source and target file; default: held out.")]
 
@@ -133,7 +134,7 @@ class _Questions:
 def _ask_languages(questions: _Questions, given: Sequence[str | None], guesses: Sequence[str]) -> tuple[str, str]:
     source = questions.ask("source language", given[0], guesses[0])
     target = questions.ask("target language", given[1], guesses[1])
-    if not all(re.fullmatch(r"[\w-]+", language) for language in (source, target)) or source == target:
+    if not all(map(CODE.fullmatch, (source, target))) or source == target:
         raise UserError(f"{source} and {target}: expected two codes, as --source-language en --target-language de")
     return source, target
 
@@ -169,8 +170,8 @@ def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> 
     each: int = questions.ask("pairs held out for validation, and as many for the test", given, proposed)
     if not 1 <= each <= most:
         raise UserError(
-            f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs that were looked at, got "
-            f"{each}; give more text (of 4 different pairs at least), or --validation and --test"
+            f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs with text on both sides "
+            f"that were looked at, got {each}; give more text (of 4 different pairs at least), or --validation and --test"
         )
     return each
 
@@ -178,8 +179,9 @@ def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> 
 def _corpus(source: Path, target: Path | None, columns: tuple[str, str] | None) -> tuple[CorpusConfig, Sequence[str]]:
     """The corpus, and its languages by the names of its files or columns; without such names "source" and "target"."""
     if target is None:
-        by_name = columns is not None and not columns[0].isdecimal()
-        return CorpusConfig(path=str(source.absolute()), columns=columns), columns if columns and by_name else SIDES
+        codes = [name.rpartition(".")[2] for name in columns or SIDES]  # of a nested one: translation.en
+        are_codes = all(CODE.fullmatch(code) and not code.isdecimal() for code in codes) and len({*codes}) == 2
+        return CorpusConfig(path=str(source.absolute()), columns=columns), codes if are_codes else SIDES
     found = [LANGUAGE.search(path.name) for path in (source, target)]
     return _files(source, target), [match[1] if match else side for match, side in zip(found, SIDES, strict=True)]
 

@@ -92,6 +92,22 @@ def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("columns", "codes"),
+    [(("translation.en", "translation.de"), ("en", "de")), (("Text (EN)", "Text (DE)"), ("source", "target"))],
+)
+def test_languages_are_proposed_that_are_codes_whatever_the_columns_are_named(
+    command: Command, columns: tuple[str, str], codes: tuple[str, str]
+) -> None:
+    pairs = zip(*((command.folder / f"train.{code}").read_text().splitlines() for code in ("en", "de")), strict=True)
+    rows = ({"translation": {"en": en, "de": de}, "Text (EN)": en, "Text (DE)": de} for en, de in pairs)
+    (command.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command("init", "-y", "rows.jsonl", "--columns", *columns, "--name", f"of-{codes[0]}")
+    data = values(command.folder / f"of-{codes[0]}.yaml")["data"]
+    assert (data["source_language"], data["target_language"]) == codes
+
+
+@pytest.mark.slow
 def test_a_tsv_has_two_columns_or_a_first_line_with_the_languages_or_is_given_its_columns(command: Command) -> None:
     rows = [f"{number}\tword {number}\tWort {number}\n" for number in range(40)]
     (command.folder / "three.tsv").write_text("id\tenglish\tgerman\n" + "".join(rows))
@@ -176,7 +192,8 @@ def test_full_width_punctuation_of_a_chinese_target_is_kept(command: Command) ->
         (("one.en", "one.de", "-y"), "give more text (of 4 different pairs at least), or --validation and --test"),
         (("train.en", "train.de", "--cluster", "nowhere"), "no profile 'nowhere'"),
         (("small.yaml",), "small.yaml: cannot tell the format"),
-        (("t.csv",), "e.g. columns: [english, german], for `init` --columns english german.\n"),
+        (("t.csv",), 'e.g. columns: ["english, plain", "german"], for `init` --columns \'english, plain\' german.\n'),
+        (("blank.en", "train.de"), "the 0 different pairs with text on both sides"),
         (("train.en", "train.de", "--test", "valid.en", "none.de"), "none.de: no such file.\n"),
         (
             ("train.en", "train.de", "--test", "train.en", "train.de"),
@@ -190,7 +207,8 @@ def test_what_is_refused_says_why_and_writes_nothing(
 ) -> None:
     for name in ("one.en", "one.de"):
         (command.folder / name).write_text("one\n")
-    (command.folder / "t.csv").write_text("english,german\none,eins\n")
+    (command.folder / "t.csv").write_text('"english, plain",german\none,eins\n')
+    (command.folder / "blank.en").write_text("\n" * 600)
     before = sorted(command.folder.iterdir())
     assert message in command("init", *arguments, code=2)
     assert sorted(command.folder.iterdir()) == before

@@ -4,7 +4,9 @@ The only adapter of Hugging Face `datasets`, which reads Hub datasets as a strea
 why it shuffles nothing, and why files of all formats are read here.
 """
 
+import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -242,7 +244,8 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> lines.ChooseColum
         example = existing[:1] + existing[-1:] or ["source", "target"]
         raise DataError(
             f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing) or 'none'}. "
-            f"Name source and target, e.g. columns: [{', '.join(example)}], for `init` --columns {' '.join(example)}."
+            f"Name source and target, e.g. columns: {json.dumps(example, ensure_ascii=False)}, for `init` --columns "
+            f"{shlex.join(example)}."
         )
 
     return choose
