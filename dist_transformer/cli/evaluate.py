@@ -102,6 +102,10 @@ def evaluate_command(
     if run is None:
         assert hypothesis is not None
         translations, others = read_aligned(hypothesis, [*(references or []), *filter(None, [source])])
+        if translations and translations[0].startswith('{"source": '):
+            raise UserError(
+                f"--hypothesis {hypothesis}: expected text, got what `translate --json` writes; leave it out there"
+            )
         sources = others.pop() if source is not None else []
         print(f"{hypothesis.name}: {len(translations)} lines, {len(others)} references each")
         _print_scores(measured_by(translations, Text(sources, others), code, tokenised, metric))

@@ -211,6 +211,13 @@ def test_what_evaluate_cannot_score_is_told(options, message, command, trained):
     assert "Traceback" not in said
 
 
+def test_evaluate_takes_no_objects_of_translate_for_text(command, trained, tmp_path):
+    (tmp_path / "ours.json").write_text(command("translate", trained, "--json", text="Hello.\n"), encoding="utf-8")
+    (tmp_path / "theirs").write_text("Hallo.\n", encoding="utf-8")
+    given = ("--hypothesis", tmp_path / "ours.json", "--reference", tmp_path / "theirs")
+    assert "expected text, got what `translate --json` writes" in command("evaluate", *given, code=2)
+
+
 def test_evaluate_without_a_corpus_says_what_to_give(command, trained):
     assert "nothing to score; give --source and --reference" in command("evaluate", trained / "model", code=2)
 
