@@ -41,9 +41,11 @@ def report(target: RunRef) -> Document:
         view = _without_ended_job(view, target.job_id, job)
     view = _as_it_waits(view, now) if waits else _without_earlier_attempts(view, attempt)
     log = log_of_run(target.run_dir, target.job_id)
-    look = f"dist-transformer logs {target.run_dir.quoted}, then " if log else ""
+    of_stages = {**read_record(target.run_dir.job).get("stages", {}), "train": ""}.values()  # which record no end
+    is_done = job.state == "COMPLETED" if job else target.job_id in of_stages  # forgotten: its log says how
+    look = f"dist-transformer logs {target.run_dir.quoted}, then " if log and not (job and is_done) else ""
     is_left = (is_over or target.job_id is None) and view.state != "finished" and not view.is_alive(now)
-    is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
+    is_unbegun = is_over and not is_done and not worked_on(target.run_dir, target.job_id)
     try:
         goodput = goodput_of(target.run_dir, now)
     except OSError as error:
@@ -65,7 +67,7 @@ def report(target: RunRef) -> Document:
         "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
         "goodput": None if goodput is None else asdict(goodput),
         "log": None if log is None else str(log),
-        "next": look + again(target) if is_left else None,
+        "next": look + again(target, is_done=is_done) if is_left else None,
         "mlflow_run_id": view.mlflow_run_id,
         "mlflow_uri": view.mlflow_uri,
         "job_id": target.job_id,
@@ -130,9 +132,9 @@ def ask_slurm(target: RunRef) -> Answer:
     return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
 
 
-def again(target: RunRef) -> str:
-    """The command for a user that continues a run that ended, with what Slurm has taken out of the queue with its job."""
-    run_dir, stages = target.run_dir, read_record(target.run_dir.job).get("stages", {})
+def again(target: RunRef, *, is_done: bool = False) -> str:
+    """The command that continues a run: its training if the job `is_done`, else the job and what Slurm ended with it."""
+    run_dir, stages = target.run_dir, {} if is_done else read_record(target.run_dir.job).get("stages", {})
     if (run_dir.path / "node.json").exists():
         return f"dist-transformer {'submit --pipeline' if run_dir.job.exists() else 'pipeline run'} FILE"
     if not run_dir.config.exists():  # a job by hand that failed before it wrote its configuration

@@ -214,6 +214,19 @@ def test_a_job_that_ended_before_its_ranks_started_is_said_so(slurm: FakeSlurm, 
     assert (of(run_dir)["last_exit_code"], of(run_dir)["last_exit_text"]) == (1, "failed")
 
 
+def test_what_follows_a_stage_that_ended_well_is_the_training(slurm: FakeSlurm, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", None, job_id="5")
+    write_json(run_dir.job, {"job_id": "5", "attempts": 0, "stages": {"prepare": "5"}})
+    (run_dir.slurm / "prepare-5.log").touch()
+    logs, train = f"dist-transformer logs {run_dir.path}, then ", f"dist-transformer resume {run_dir.path}"
+    again = f"{logs}dist-transformer submit {run_dir.path} --stages prepare"
+    for state, expected in (("COMPLETED", (None, train)), ("FAILED", ("before its ranks started", again))):
+        slurm.answers("squeue", job_line("5", state))
+        assert (of(run_dir)["last_exit_text"], of(run_dir)["next"]) == expected
+    slurm.has_forgotten()  # stages record no end
+    assert (of(run_dir)["last_exit_text"], of(run_dir)["next"]) == (None, logs + train)
+
+
 def test_a_job_that_is_over_without_having_finished_the_run_says_what_to_do_next(
     slurm: FakeSlurm, run_dir: RunDir
 ) -> None:
