@@ -141,9 +141,12 @@ def _rank_problems(config: Config) -> Iterator[str]:
         yield f"slurm.gpus_per_node: {given}; a rank uses one GPU, so give as many in slurm.ranks_per_node"
     gres = ",".join(listed(slurm.sbatch.get("gres") or ()))
     counts = [item.rpartition(":")[2] for item in gres.split(",") if item.partition(":")[0] == "gpu"]
+    number = f"slurm.gpus_per_node is {slurm.gpus_per_node} (0: CPU training)"
     if counts and sum(int(count) if count.isdecimal() else 1 for count in counts) != slurm.gpus_per_node:
-        number = f"slurm.gpus_per_node is {slurm.gpus_per_node} (0: CPU training)"
         yield f"slurm.sbatch.gres: {gres!r} is given, but {number}; give their number there too"
+    for name, value in slurm.sbatch.items():
+        if value and not slurm.gpus_per_node and re.match("gpus-per-[st]|tres-per-.*gpu", f"{name} {value}"):
+            yield f"slurm.sbatch.{name}: {value!r} is given, but {number}; use {_INSTEAD['gpus-per-node']}"
 
 
 def _checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:

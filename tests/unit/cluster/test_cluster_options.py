@@ -80,7 +80,7 @@ def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, 
     ]
 
 
-@pytest.mark.parametrize("name", ["nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-task"])
+@pytest.mark.parametrize("name", ["nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpu-bind"])
 def test_an_option_whose_name_begins_like_one_that_submit_sets_is_taken(run_dir: RunDir, name: str) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == []
 
@@ -130,6 +130,20 @@ def test_gres_has_as_many_gpus_as_the_ranks_are_said_to_get(run_dir: RunDir, gre
         [] if is_sound else [f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 4 (0: CPU training)"]
     )
     assert [problem.split("; ")[0] for problem in problems] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gpus-per-task", "1"), ("gpus-per-t", "h200:1"), ("gpus-per-socket", "2"), ("tres-per-task", "cpu=2,gres/gpu:1")],
+)
+def test_gpus_by_another_option_need_their_number_too(run_dir: RunDir, name: str, value: str) -> None:
+    """The run would train on a GPU, and be told that it trains on CPUs."""
+    number = "slurm.gpus_per_node is 0 (0: CPU training)"
+    assert _problems(run_dir, sbatch={name: value}) == [
+        f"slurm.sbatch.{name}: {value!r} is given, but {number}; use slurm.gpus_per_node, and slurm.sbatch.gres for their kind"
+    ]
+    assert _problems(run_dir, sbatch={name: value}, gpus_per_node=1) == []
+    assert _problems(run_dir, sbatch={name: None}) == _problems(run_dir, sbatch={"tres-per-task": "cpu=2"}) == []
 
 
 @pytest.mark.parametrize("nodes", ["n7", "n[1-3,7]", "gpu-a.site", "rack1[01-12]b", "n1,n[2-3]", ["n1", "n2"], []])
