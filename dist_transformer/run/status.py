@@ -94,12 +94,13 @@ def look_at(run_dir: RunDir) -> RunView:
 
 def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int | None) -> float | None:
     """Estimates the time to the last step; the speed includes pauses, a single long one as ten usual intervals."""
-    if len(records) < 2 or max_steps is None:
+    pairs = [(a, b) for a, b in pairwise(records) if a["time"] >= b["time"]]  # the clock of another node may be behind
+    steps = sum(a["step"] - b["step"] for a, b in pairs)
+    if steps <= 0 or max_steps is None:
         return None
-    steps = records[0]["step"] - records[-1]["step"]
-    gaps = sorted(a["time"] - b["time"] - a.get("stop_seconds", 0.0) for a, b in pairwise(records))
+    gaps = sorted(a["time"] - b["time"] - a.get("stop_seconds", 0.0) for a, b in pairs)
     gaps[-1] = min(gaps[-1], max(gaps[-2:][0], 10 * gaps[len(gaps) // 2]))
-    return (max_steps - step) * sum(gaps) / steps if steps > 0 else None
+    return float((max_steps - step) * sum(gaps) / steps)
 
 
 def _mtime(path: Path) -> float | None:

@@ -76,6 +76,17 @@ def test_a_single_long_pause_does_not_count_as_the_speed(
     assert of(run_dir)["seconds_to_last_step"] == pytest.approx((1000 - 50) * seconds / 49)
 
 
+@pytest.mark.parametrize(("first", "seconds"), [(1, 1000 - 50), (49, None)])
+def test_a_clock_that_is_behind_that_of_the_node_before_leaves_the_time_to_the_end(
+    slurm: FakeSlurm, run_dir: RunDir, first: int, seconds: int | None
+) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    records = (trained(step, NOW - 60 + step + 90 * (step < 50)) for step in range(first, 51))  # a step a second
+    add_lines(run_dir.metrics, *records)
+    beat(run_dir, NOW - 3, started=NOW - 8000)
+    assert of(run_dir)["seconds_to_last_step"] == (seconds and pytest.approx(seconds))
+
+
 def test_suspensions_do_not_count_for_the_time_to_the_end(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING"))
     records = (trained(step, NOW - 2000 + 100 * step, stop_seconds=99.0) for step in range(1, 11))
