@@ -32,6 +32,7 @@ _REFUSALS = {
     "submit limit": "submit again when jobs of yours have ended, or ask for less (slurm.nodes, time_limit) or for another QOS",
     "Invalid (account|qos)": "correct slurm.sbatch (account, partition, qos): `sacctmgr show assoc user=$USER`",
     "Invalid feature|equested reservation": "correct slurm.sbatch (constraint, reservation): see sinfo, `scontrol show res`",
+    "parameter too long": "choose a shorter run.root (Slurm takes about 1,000 bytes), or shorten what is long in slurm.sbatch",
     "Invalid node name": "correct slurm.sbatch (exclude, nodelist); if RUN/slurm/excluded.json has a lost node, delete it",
 }
 

@@ -70,6 +70,7 @@ def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[s
         ("Batch job submission failed: Invalid account or account/partition combination specified",
          "correct slurm.sbatch (account, partition, qos): `sacctmgr"),
         ("Batch job submission failed: Invalid qos specification", "correct slurm.sbatch (account, partition, qos): `sacctmgr"),
+        ("Batch job submission failed: Pathname of a file, directory or other parameter too long", "choose a shorter run.root"),
         ("Batch job submission failed: Invalid node name specified", "RUN/slurm/excluded.json has a lost node, delete it"),
     ],
 )  # fmt: skip
