@@ -166,17 +166,19 @@ def record(run_dir: RunDir, event: Event) -> None:
     write_json(run_dir.divergence, [asdict(known) for known in [*_read_events(run_dir), event]])
 
 
-def first_bad_step(run_dir: RunDir, diverged: Diverged) -> int:
+def first_bad_step(run_dir: RunDir, diverged: Diverged, oldest_step: int) -> int:
     """Returns the first step whose checkpoint must not be resumed.
 
     After a rollback that did not help, the next one goes further back: if the run diverges again at about the same
-    step, the checkpoint that it resumed from was bad already.
+    step, the checkpoint that it resumed from was bad already. But the oldest checkpoint, of `oldest_step`, stays: without
+    it the run would start from scratch.
     """
     bad = diverged.since_step - 1  # the loss of a step is that of the weights before its update
     last = next(reversed(_read_events(run_dir)), None)
     if last and last.policy != "stop" and diverged.since_step <= last.since_step + PATIENCE_STEPS:
-        log.warning("divergence the return to step %d did not help: this one goes further back", last.went_on_from)
-        bad = min(bad, last.went_on_from)
+        said = "divergence the return to step %d did not help: this one goes further back, if a checkpoint is older"
+        log.warning(said, last.went_on_from)
+        bad = min(bad, max(last.went_on_from, oldest_step + 1))
     return max(1, bad)
 
 

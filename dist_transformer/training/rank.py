@@ -118,7 +118,8 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
 def _recover(run: Run, diverged: Diverged) -> Recovery:
     """Sets aside the checkpoints of steps that diverged, and decides how the run continues (rank 0)."""
     add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
-    checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, diverged))
+    oldest_step = min(map(checkpoints.step_of, checkpoints.saved(run.run_dir)), default=0)
+    checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, diverged, oldest_step))
     good = checkpoints.saved(run.run_dir)[-1:]
     good_step = checkpoints.step_of(good[0]) if good else 0
     return recover(run.run_dir, run.config.divergence, run.config.training.precision, diverged, good_step)

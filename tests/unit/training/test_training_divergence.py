@@ -219,10 +219,11 @@ def test_the_reason_says_what_was_usual_and_what_came(constants):
 # ------------------------------------------------------------------------------------------------ how a run goes on
 
 
-def a_return(run_dir: RunDir, since_step: int, policy: str = "lower_learning_rate", every: int = 10) -> int:
-    """The step that a run with a checkpoint every so many steps goes on from after a divergence."""
+def a_return(run_dir: RunDir, since_step: int, policy: str = "lower_learning_rate", oldest: int = 0) -> int:
+    """The step that a run with a checkpoint every 10 steps from `oldest` on goes on from after a divergence; 0: scratch."""
     diverged = Diverged("the loss was above 9", since_step)
-    good = (first_bad_step(run_dir, diverged) - 1) // every * every
+    newest = (first_bad_step(run_dir, diverged, oldest) - 1) // 10 * 10
+    good = newest if newest >= oldest else 0
     with suppress(UserError):
         recover(run_dir, DivergenceConfig.model_validate({"policy": policy}), "fp32", diverged, good)
     return good
@@ -235,6 +236,14 @@ def test_a_return_that_did_not_help_is_followed_by_one_that_goes_further_back(tm
     assert [a_return(run_dir, step) for step in (70, 66, 71, 75)] == [50, 40, 30, 20]
     assert a_return(run_dir, 95) == 90  # well beyond: what the last return went on from was good
     assert [a_return(run_dir, 8) for _ in range(3)] == [0, 0, 0]  # from scratch
+
+
+def test_the_oldest_checkpoint_stays_though_a_return_to_it_did_not_help(tmp_path, constants):
+    """What is lost with it is the whole run: it is resumed again, with an even lower learning rate."""
+    constants(max_rollbacks=9)
+    run_dir = RunDir(tmp_path)
+    assert [a_return(run_dir, 70, oldest=50) for _ in range(4)] == [60, 50, 50, 50]
+    assert a_return(run_dir, 50, oldest=50) == 0  # but not one of the steps that diverged
 
 
 def test_a_return_after_an_end_goes_to_the_newest_good_checkpoint_as_a_person_was_told(tmp_path):

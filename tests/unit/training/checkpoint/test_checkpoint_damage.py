@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,15 +14,15 @@ from safetensors.torch import save_file
 from stuttering_disk import FOR_GOOD, stuttering
 
 from dist_transformer import files
-from dist_transformer.config.schema import CheckpointConfig, DivergenceConfig
+from dist_transformer.config.schema import CheckpointConfig, DivergenceConfig, TrainingConfig
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import write_json
+from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.model_folder import WEIGHTS, open_safetensors
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.training import run_log
+from dist_transformer.training import rank, run_log
 from dist_transformer.training.checkpoint import async_writer, checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import StateFiles
 from dist_transformer.training.divergence import Diverged, read_recovery, recover
@@ -208,6 +209,15 @@ def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, 
     write_json(run_dir.state, {"step": 3})
     assert checkpoints.newest_complete(run_dir, RUN_ID) is None
     assert "all checkpoints are of steps that diverged" in caplog.text
+
+
+def test_returns_that_do_not_help_leave_the_oldest_checkpoint(run_dir):
+    settings = {"divergence": DivergenceConfig(policy="lower_learning_rate"), "training": TrainingConfig()}
+    run = SimpleNamespace(run_dir=run_dir, config=SimpleNamespace(**settings))
+    for _ in range(3):
+        rank._recover(run, Diverged("the loss was above 9", 5))  # type: ignore[arg-type]
+    assert [event["went_on_from"] for event in read_json(run_dir.divergence)] == [3, 2, 2]
+    assert folders(run_dir) == ["step_00000002", f"{NEWEST}.diverged"]
 
 
 @pytest.mark.parametrize("purged", ["checkpoints", "checkpoints/*"])
