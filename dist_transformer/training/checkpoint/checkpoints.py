@@ -87,6 +87,7 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
         if problem is None:
             state = read_state(path)
             _delete_aside_but(damaged[:1])
+            _delete_aside_but(_with_suffix(run_dir, "diverged")[-1:])  # all stay while there is none to resume from
             return Checkpoint(path, state)
         damaged.append(aside := set_aside(path, "damaged"))
         log.warning("checkpoint %s is damaged (%s): set aside as %s", path.name, problem, aside.name)

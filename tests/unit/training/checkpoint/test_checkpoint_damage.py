@@ -209,6 +209,10 @@ def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, 
     write_json(run_dir.state, {"step": 3})
     assert checkpoints.newest_complete(run_dir, RUN_ID) is None
     assert "all checkpoints are of steps that diverged" in caplog.text
+    assert folders(run_dir) == ["step_00000002.diverged", f"{NEWEST}.diverged"]
+    save(run_dir, 1)
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 1
+    assert folders(run_dir) == ["step_00000001", f"{NEWEST}.diverged"]  # there is one to resume from again
 
 
 def test_returns_that_do_not_help_leave_the_oldest_checkpoint(run_dir):
