@@ -113,7 +113,7 @@ def find(path: Path) -> Found:
         if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
             warn_of_age(RunDir(path))
             return Found(folder, True, file_sha256(folder / WEIGHTS))
-    if path.name.startswith("step_") and (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() and (path.name.startswith("step_") or (path / STATE).is_file()):
         if (problem := checkpoints.damage(path)) is not None:
             raise CheckpointError(f"training.init_from: the checkpoint {path} is damaged ({problem}). Take another one")
         return Found(path, False, file_sha256(path / MANIFEST))

@@ -4,12 +4,14 @@ import re
 
 import pytest
 import torch
+from checkpoint_helpers import save
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.decoding.loaded_model import model_folder_of
-from dist_transformer.errors import UserError
+from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import write_json
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.run.folder import RunDir
 from dist_transformer.training.init_from import (
     FORM,
     MISSING,
@@ -162,6 +164,25 @@ def test_a_path_without_weights_is_refused_with_what_may_stand_there(tmp_path, n
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=rf"training\.init_from: {tmp_path}/{name} {said}\. Expected a run folder"):
         find(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["step_00000002", "step_00000002.diverged", "step_2_copy", "good"])
+def test_a_checkpoint_is_taken_by_any_name_of_its_folder_and_refused_if_damaged(tmp_path, name):
+    save(RunDir(tmp_path / "run"), 2)
+    copy = (RunDir(tmp_path / "run").checkpoints / "step_00000002").rename(tmp_path / name)
+    found = find(copy)
+    assert (found.folder, found.is_model) == (copy, False)
+    (copy / "state_0.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is damaged \(state_0\.safetensors is missing\)\. Take another one"
+    ):
+        find(copy)
+
+
+def test_a_prepared_corpus_is_no_damaged_checkpoint(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match=r"has no weights to start with"):
+        find(tmp_path)
 
 
 def test_matrices_side_by_side_are_not_taken_where_only_their_sum_is_the_same():
