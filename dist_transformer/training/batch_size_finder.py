@@ -135,10 +135,12 @@ def find_max_tokens(
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
     total = f"{memory.as_text(limit.bytes + state_bytes)} ({limit.limited_by})"
     if not tokens:
+        kept = f"{memory.as_text(memory.RESERVED_ADDRESS_BYTES)} are kept for addresses of libraries"
+        advice = f"Raise ulimit -v, of which {kept}, or lower" if limit.limited_by == "ulimit -v" else "Lower"
         raise UserError(
             f"data.max_tokens: auto found no size that fits: not even one pair of data.filters.max_tokens = "
             f"{data.filters.max_tokens} on both sides fits into the {total} that a rank may use, "
-            f"{memory.as_text(state_bytes)} of them for weights, gradients and optimizer. Lower data.filters.max_tokens, set "
+            f"{memory.as_text(state_bytes)} of them for weights, gradients and optimizer. {advice} data.filters.max_tokens, set "
             "training.activation_checkpointing=true, a higher training.zero_stage or training.offload=optimizer, or take a "
             "smaller model"
         ).agreed()

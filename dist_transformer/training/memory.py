@@ -55,7 +55,7 @@ def allowance(ranks: Ranks) -> Allowance:
     shared = [Allowance(left.bytes // ranks.ranks_per_node, left.limited_by) for left in _left_to_all()]
     own = [Allowance(left.bytes - RESERVED_ADDRESS_BYTES, left.limited_by) for left in _left_to_process()]
     least = min([*shared, *own], key=lambda left: left.bytes)
-    return Allowance(int(CPU_SHARE * least.bytes), least.limited_by)
+    return Allowance(int(CPU_SHARE * max(0, least.bytes)), least.limited_by)
 
 
 def _left_to_all() -> list[Allowance]:

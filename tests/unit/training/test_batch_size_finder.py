@@ -295,6 +295,14 @@ def test_a_state_larger_than_memory_is_refused_with_the_sizes_and_the_ways_out(r
         assert words in str(raised.value)
 
 
+def test_a_limit_on_addresses_that_libraries_alone_exceed_is_refused_with_the_way_out(ranks, monkeypatch):
+    left = [Allowance(500_000_000, "ulimit -v")]
+    monkeypatch.setattr(batch_size_finder.memory, "_left_to_process", lambda: left)
+    said = r"fits into the 0 MB \(ulimit -v\) that .* Raise ulimit -v, of which 1\.5 GB are kept for addresses .*, or lower"
+    with pytest.raises(UserError, match=said):
+        find_max_tokens(objective_of(), 10**9, data_of("auto", 16), ranks, TrainingConfig(precision="fp32"))
+
+
 LIMITED = """
     import logging, resource, sys
     import torch
