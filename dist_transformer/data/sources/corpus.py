@@ -168,8 +168,8 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     elif corpus.plugin:
         yield _plugin_reader(corpus.plugin, drop)
     elif corpus.hub and not of_hub:
-        name = corpus_name(corpus, data)
-        yield arrow.TableReader(name, _hub_tables(corpus, name), _column_chooser(corpus, data), drop)
+        name, choose = corpus_name(corpus, data), _column_chooser(corpus, data)
+        yield arrow.TableReader(name, _hub_tables(corpus, name, choose), choose, drop)
     for source, target in zip(files.source, files.target, strict=True):
         yield lines.aligned_reader(source, target, drop)
     for file in (*files.path, *of_hub):  # parquet of the Hub too: its row groups are skipped unread
@@ -251,9 +251,15 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> lines.ChooseColum
     return choose
 
 
-def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
-    dataset = retried_remote(name, lambda: _hub_builder(corpus).as_streaming_dataset(corpus.split))
-    yield from dataset.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
+def _hub_tables(corpus: CorpusConfig, name: str, choose: lines.ChooseColumns) -> Iterator[Any]:
+    builder = _hub_builder(corpus)
+    dataset = retried_remote(name, lambda: builder.as_streaming_dataset(corpus.split)).with_format("arrow")
+    first = next(iter(dataset), None) if builder.name == "csv" else None  # pandas takes NA for no text, 0123 for 123
+    if first and len(columns := {*choose(first.column_names, name)}) > 1:  # but scores may be NA
+        builder.config.usecols, builder.config.converters = [*columns], dict.fromkeys(columns, str)
+        builder.config.na_filter, builder.info.features = False, None
+        dataset = builder.as_streaming_dataset(corpus.split).with_format("arrow")
+    yield from dataset.iter(batch_size=TABLE_BATCH_ROWS)
 
 
 def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:

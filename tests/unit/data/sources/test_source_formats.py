@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from source_helpers import (
@@ -107,6 +109,42 @@ def test_a_dataset_folder_is_read_through_the_hub_door(tmp_path: Path):
         data = data_in(tmp_path, corpus)
         assert scan_corpus(corpus, data) == len(expected)
         assert read_all(corpus, data) == expected
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize("has_types", [False, True])
+def test_every_cell_of_a_csv_dataset_is_text(tmp_path: Path, suffix: str, has_types: bool):
+    texts = ["NA", "null", "None", "nan", "n/a", "", "True", "2020-01-01", " spaces "]
+    pairs = [*((text, f"Wort {text}") for text in texts), *((f"{n:06}", str(n)) for n in range(25_000))]
+    columns = {
+        "en": [en for en, _ in pairs],
+        "de": [de for _, de in pairs],
+        "score": [None, *([0.5] * (len(pairs) - 1))],
+    }
+    pd.DataFrame(columns).to_csv(tmp_path / f"train.{suffix}", sep="," if suffix == "csv" else "\t", index=False)
+    if has_types:
+        types = "".join(f"\n  - name: {name}\n    dtype: string" for name in ("en", "de"))
+        card = f"---\ndataset_info:\n  features:\n  - name: score\n    dtype: float64{types}\n---\n"
+        (tmp_path / "README.md").write_text(card)
+    corpus = CorpusConfig(hub=str(tmp_path))
+    data = data_in(tmp_path, corpus)
+    assert read_all(corpus, data, 4096) == pairs
+
+
+def test_scores_of_a_csv_dataset_are_numbers_or_missing(tmp_path: Path):
+    (tmp_path / "train.csv").write_text("en,de,score\nNA,NA,0.5\nnull,None,NA\n7,8,\n")
+    corpus = CorpusConfig(hub=str(tmp_path))
+    (batch,) = read_corpus(corpus, data_in(tmp_path, corpus), 8, scores=["score"])
+    assert [*zip(batch.source, batch.target, strict=True)] == [("NA", "NA"), ("null", "None"), ("7", "8")]
+    assert np.array_equal(batch.scores["score"], [0.5, np.nan, np.nan], equal_nan=True)
+
+
+def test_a_column_that_another_file_of_a_csv_dataset_lacks_is_named(tmp_path: Path):
+    for number, columns in enumerate(("de,en,id", "en,fr")):
+        (tmp_path / f"train-{number}.csv").write_text(f"{columns}\n{columns}\n")
+    corpus = CorpusConfig(hub=str(tmp_path))
+    with pytest.raises(DataError, match=r"\(train\): cannot be read: .*not found: \['de'\]"):
+        read_all(corpus, data_in(tmp_path, corpus))
 
 
 def test_batches_stay_full_across_the_blocks_of_a_reader(tmp_path: Path):
