@@ -8,7 +8,8 @@ def located(root: str, name: str) -> str:
     """Returns the path or address of a file of the configuration: `name` itself if absolute, else inside `root`."""
     name, root = _local_path(name), _local_path(root)
     if is_address(name):
-        return name
+        chain, link, last = name.rpartition("::")  # zip://a.en::a.zip: the archive is a file as others are
+        return name if is_address(last) else f"{chain}{link}{located(root, last)}"
     return f"{root.rstrip('/')}/{name}" if is_address(root) and not os.path.isabs(name) else os.path.join(root, name)
 
 

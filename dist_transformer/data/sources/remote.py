@@ -88,7 +88,8 @@ def file_fingerprint(file: str) -> dict[str, Any]:
 
 
 def base_name(file: str) -> str:
-    """Returns the last part of a path or address, without the query of a web address."""
+    """Returns the last part of a path or address, without the query of a web address; of zip://t.tsv::a.zip its t.tsv."""
+    file = file.partition("::")[0] if file.startswith(("zip://", "tar://")) else file
     path = urlsplit(file).path if file.startswith(("http://", "https://")) else file
     return path.rstrip("/").rsplit("/", 1)[-1]
 
@@ -120,8 +121,9 @@ def retried_remote(name: str, read: Callable[[], Result]) -> Result:
 class _RetriedReads(io.RawIOBase):
     """Reads a remote file; a read that fails is retried from its position."""
 
-    def __init__(self, name: str, remote: Any, exact: bool) -> None:
+    def __init__(self, name: str, remote: Any, owner: Any, exact: bool) -> None:
         self._name, self._remote, self._position = name, remote, 0
+        self._owner = owner  # the filesystem: that of an archive closes its files when nothing holds it
         self._least_bytes = 0 if exact else getattr(remote, "size", None) or 0
 
     def readable(self) -> bool:
@@ -184,15 +186,15 @@ def _open_parts(file: str, exact: bool = False) -> BinaryIO | None:
 
     No read-ahead for readers that request exactly what they need (`exact`), and know where the file ends.
     """
-    filesystem, path = _filesystem(file)
-    remote = filesystem.open(path, "rb", **({"cache_type": "none"} if exact else {}))
+    owner, path = _filesystem(file)
+    remote = owner.open(path, "rb", **({"cache_type": "none"} if exact else {}))
     for _ in range(RANGE_PROBES):
         with suppress(ValueError):
             if "http" in getattr(getattr(remote, "fs", None), "protocol", ()):  # only web servers may refuse
                 remote.seek(-1, os.SEEK_END)
                 remote.read(1)
                 remote.seek(0)
-            return io.BufferedReader(_RetriedReads(file, remote, exact), 1 if exact else io.DEFAULT_BUFFER_SIZE)
+            return io.BufferedReader(_RetriedReads(file, remote, owner, exact), 1 if exact else io.DEFAULT_BUFFER_SIZE)
     remote.close()
     return None
 
@@ -205,8 +207,9 @@ def _matching(address: str) -> list[str]:
     names = sorted(name for name, info in found.items() if info.get("type") != "directory")
     if "::" not in address:
         return [filesystem.unstrip_protocol(name) for name in names]
-    beginning = address[: address.rindex("://") + 3]  # simplecache::s3://bucket/*.gz
-    return [f"{beginning}{name}" for name in names]
+    beginning, _, pattern = address.partition("://")  # simplecache::s3://bucket/*.gz or zip://*.en::s3://bucket/a.zip
+    rest = "".join(pattern.partition("::")[1:])
+    return [f"{beginning}://{name.split('://')[-1]}{rest}" for name in names]
 
 
 def _remote_ends(file: str) -> dict[str, Any]:

@@ -263,6 +263,10 @@ def test_files_of_a_pattern_come_in_the_order_of_their_names_and_never_from_anot
         ("s3://bucket/text", "/other/b.tsv", "/other/b.tsv"),
         ("s3://bucket", "file:///other/b.tsv", "/other/b.tsv"),
         ("file:///data", "b.tsv", "/data/b.tsv"),
+        ("/data", "zip://b.tsv::a.zip", "zip://b.tsv::/data/a.zip"),
+        ("/data", "zip://b.tsv::simplecache::/other/a.zip", "zip://b.tsv::simplecache::/other/a.zip"),
+        ("s3://bucket", "zip://b.tsv::a.zip", "zip://b.tsv::s3://bucket/a.zip"),
+        ("/data", "simplecache::file:///other/b.tsv", "simplecache::file:///other/b.tsv"),
     ],
 )
 def test_a_name_is_found_from_its_root(root, name, expected):

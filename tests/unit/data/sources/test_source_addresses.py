@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,36 @@ def test_patterns_at_an_address_are_read_in_the_order_of_their_names(tmp_path: P
             read(root, CorpusConfig(path="none-*.tsv"))
         with pytest.raises(DataError, match="3 files fit the source, but 1 the target; file n of one side"):
             read(root, CorpusConfig(source="side-*.de", target="side-1*.en"))
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_members_of_archives_are_read_as_files_are(tmp_path: Path, web: WebServer, kind: str):
+    (tmp_path / "texts").mkdir()
+    corpora = write_corpora(str(tmp_path / "texts"))
+    shutil.make_archive(str(tmp_path / "a"), kind, tmp_path, "texts")
+    archives = [
+        f"{place}a.{kind}" for place in ("", f"file://{tmp_path}/", f"{web.address}/", f"simplecache::{web.address}/")
+    ]
+
+    def within(archive: str, given: CorpusConfig) -> CorpusConfig:
+        names = given.model_dump(include={"source", "target", "path"}, exclude_none=True)
+        return CorpusConfig(**{key: f"{kind}://texts/{name}::{archive}" for key, name in names.items()})
+
+    for given in corpora:
+        plain = corpus_fingerprint(given, data_at(str(tmp_path / "texts"), given))
+        for corpus in (within(archive, given) for archive in archives):
+            assert read(str(tmp_path), corpus) == PAIRS, corpus
+            assert corpus_fingerprint(corpus, data_at(str(tmp_path), corpus)) == plain
+    for archive in archives:
+        assert read(str(tmp_path), within(archive, CorpusConfig(source="*.de", target="*.en"))) == PAIRS
+
+
+def test_a_pattern_of_files_that_are_copied_first_is_one_too(tmp_path: Path, web: WebServer, memory: str):
+    for root in (str(tmp_path), memory):
+        for name in ("b.tsv", "a.tsv"):
+            write(root, name, f"{name}\tt\n".encode())
+    for root in (f"file://{tmp_path}", memory, web.address):
+        assert read(".", CorpusConfig(path=f"simplecache::{root}/*.tsv")) == [("a.tsv", "t"), ("b.tsv", "t")]
 
 
 def test_unwanted_row_groups_are_not_asked_for(tmp_path: Path, web: WebServer):
