@@ -28,7 +28,6 @@ Quantization = Literal["int8", "int16", "float16", "bfloat16"]
 Side = Literal["source", "target", "both"]
 SHOWN = 20
 """Pieces that the command prints; a file may hold thousands."""
-BYTE_ORDER_MARK = "\ufeff"
 
 
 def average_command(
@@ -191,8 +190,7 @@ def extend_vocabulary_command(
 
     asked = [*(pieces or [])]
     if pieces_file is not None:
-        lines = (line.removeprefix(BYTE_ORDER_MARK).strip() for line in numbered_lines(pieces_file))
-        asked += filter(None, lines)
+        asked += filter(None, map(str.strip, numbered_lines(pieces_file)))
     if not asked:
         raise UserError("there is no piece to add: give --pieces '<bt>', any number of times, or --pieces-file FILE")
     check_output(output, "a model folder")

@@ -183,10 +183,10 @@ def numbered_lines(path: Path) -> Iterator[str]:
 
 
 def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
-    """Decodes lines without line breaks. Raises UserError, with `name` and line number, for one that is not UTF-8."""
+    """Decodes lines, without ends and byte order mark. Raises UserError, with `name` and number, for one that is not UTF-8."""
     for number, line in enumerate(lines, start=1):
         try:
-            yield line.decode("utf-8").rstrip("\r\n")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             from dist_transformer.data.sources.files import PACKED_STARTS  # here: it imports pyarrow
 

@@ -357,6 +357,14 @@ def test_lines_are_counted_and_read_by_ranges(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.parametrize("change", ["rewritten in place", "replaced", "removed"])
 def test_a_file_that_changes_between_two_ranges_is_refused_whatever_its_length(tmp_path: Path, change: str) -> None:
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path, mark = tmp_path / "text", "\ufeff"
+    path.write_text(f"{mark}<2de> one\r\n{mark}two\n", encoding="utf-8")
+    expected = ["<2de> one", f"{mark}two"]
+    assert LineReader(path).read(0, 2) == list(numbered_lines(path)) == expected
+    assert list(decoded_lines(path.open("rb"), "standard input")) == expected
+
+
     path, other = tmp_path / "text", tmp_path / "other"
     for file, text in ((path, "one\ntwo\n"), (other, "eno\nowt\n")):
         file.write_text(text)
