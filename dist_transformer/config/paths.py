@@ -33,7 +33,7 @@ def local_files(root: str, name: str) -> list[str]:
     if not is_pattern(name) or "\0" in path:
         return []
     pattern = os.path.join(glob.escape(root), _local_path(name))
-    return sorted(found for found in glob.glob(pattern, recursive=True) if os.path.isfile(found))
+    return sorted({found for found in glob.glob(pattern, recursive=True) if os.path.isfile(found)})
 
 
 def _local_path(name: str) -> str:

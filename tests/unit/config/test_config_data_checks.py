@@ -249,6 +249,7 @@ def test_files_of_a_pattern_come_in_the_order_of_their_names_and_never_from_anot
     assert local_files(str(root), "[ab].tsv") == [f"{root}/a.tsv", f"{root}/b.tsv"]
     assert local_files(str(root), "?*.tsv")[:2] == [f"{root}/10.tsv", f"{root}/2.tsv"]
     assert local_files(str(root), "**/c.tsv") == [f"{root}/sub/c.tsv"]
+    assert local_files(str(root), "**/**/c.tsv") == [f"{root}/sub/c.tsv"]  # once, though it fits in two ways
     assert local_files(str(root), "d[1].tsv") == [f"{root}/d[1].tsv"]  # is there as it is written
     assert local_files(str(root), "s*") == []  # a folder is no file
 
