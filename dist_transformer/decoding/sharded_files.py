@@ -191,7 +191,7 @@ def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
             from dist_transformer.data.sources.files import PACKED_STARTS  # here: it imports pyarrow
 
             if line.startswith(PACKED_STARTS):
-                raise UserError(f"{name}: is compressed; unpack it first (zcat, zstdcat, xzcat or bzcat)") from None
+                raise UserError(f"{name}: is compressed; unpack it (zcat, zstdcat, xzcat, bzcat or unzip)") from None
             raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
 
 

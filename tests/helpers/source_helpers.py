@@ -2,8 +2,10 @@
 
 import csv
 import gzip
+import io
 import json
 import lzma
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +50,14 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
+
+
+def zipped(content: bytes) -> bytes:
+    """An archive with one member, `text`."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(zipfile.ZipInfo("text"), content, zipfile.ZIP_DEFLATED)
+    return archive.getvalue()
 
 
 def pack(text: str, suffix: str) -> bytes:

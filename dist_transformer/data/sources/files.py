@@ -14,8 +14,8 @@ from dist_transformer.errors import DataError
 from dist_transformer.plugins import find
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
-PACKED_STARTS = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", *(b"BZh%d1AY&SY" % level for level in range(1, 10)))
-"""First bytes of compressed files: gzip, zstd, xz and bzip2, which is not read."""
+PACKED_STARTS = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\3\4", *(b"BZh%d1AY&SY" % n for n in range(1, 10)))
+"""First bytes of compressed files: gzip, zstd, xz; zip and bzip2, which are not read."""
 LINE_SUFFIXES = (".tsv", ".csv", ".jsonl")
 ARROW_SUFFIXES = (".parquet", ".arrow")
 THREADS = 16

@@ -135,7 +135,7 @@ def test_text_that_a_later_node_cannot_read_is_told_before_anything_runs(folder)
     inputs = ("nodes.forward.input=bad", "nodes.other.input=other.gz")
     told = run_in(folder, scored, *inputs)
     assert isinstance(told.exception, ConfigError)
-    expected = ("bad, line 2: not valid UTF-8", "other.gz: is compressed; unpack it first", "scores has 3 lines: expected",
+    expected = ("bad, line 2: not valid UTF-8", "other.gz: is compressed; unpack it (zcat", "scores has 3 lines: expected",
                 "test.de")  # fmt: skip
     assert len(told.exception.problems) == 4
     assert all(any(text in problem for problem in told.exception.problems) for text in expected), told.exception

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_helpers import PACKERS, pack
+from source_helpers import PACKERS, pack, zipped
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.data.sources import lines as files_of_lines
@@ -154,7 +154,7 @@ def test_a_column_without_text_is_refused(tmp_path: Path):
         read(tmp_path, CorpusConfig(path="t.parquet"))
 
 
-@pytest.mark.parametrize("packed", [*(PACKERS[suffix] for suffix in COMPRESSIONS), bz2.compress])
+@pytest.mark.parametrize("packed", [*(PACKERS[suffix] for suffix in COMPRESSIONS), bz2.compress, zipped])
 @pytest.mark.parametrize("bad_encoding", ["raise", "drop"])
 @pytest.mark.parametrize("name", ["a.en", "a.de", "a.tsv", "a.csv", "a.jsonl"])
 def test_compressed_text_under_another_name_is_told(
