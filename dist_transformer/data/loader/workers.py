@@ -156,7 +156,7 @@ class _LoaderProcess:
         code = self._process.exitcode
         if code == EXIT_OF_EXCEPTION:
             return RuntimeError(f"loader process {self.pid} failed; its traceback is printed above")
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"is silent (exit code {code})"
         return MachineError(
             f"loader process {self.pid} {how}, perhaps for want of memory; lower data.window_rows or data.loader_workers"
         )
@@ -183,7 +183,7 @@ def _kill(processes: Sequence[_LoaderProcess]) -> None:
 
 def _receive_all(socket: Connection, arrived: "queue.SimpleQueue[Built | None]") -> None:
     """Puts the received windows into the queue, then None at the end, which may come in the middle of a window."""
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError, MemoryError):
         while True:
             arrived.put(socket.recv())
     arrived.put(None)

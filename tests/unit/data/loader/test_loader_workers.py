@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from faulty_builders import PATIENT, FaultyBuilder, request, stream
 from running import NOT_INHERITED, Command, records, without
 
+from dist_transformer.data.loader import workers
 from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.processes.stop_request import STOP_SIGNALS
@@ -50,6 +53,14 @@ def test_a_process_that_is_killed_while_it_hands_over_a_window_does_not_leave_th
     windows, (process,) = started(FaultyBuilder(2, "kill_itself"))
     with pytest.raises(MachineError, match=f"loader process {process} was killed by SIGKILL"):
         take(windows, [1, 2])
+
+
+def test_a_window_for_which_this_process_has_no_memory_is_named_at_once(monkeypatch):
+    monkeypatch.setattr(Connection, "recv", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(workers, "EXIT_SECONDS", 0.0)
+    windows = stream(FaultyBuilder(0, "no_fault"))
+    with pytest.raises(MachineError, match=r"is silent \(exit code None\), perhaps for want of memory"):
+        take(windows, range(1))
 
 
 def test_an_error_of_our_own_in_a_process_is_no_fault_of_the_machine():
