@@ -124,8 +124,8 @@ def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
         config = config.model_copy(update={"plugin": _named_plugin(folder, config.plugin, plugin)})
     model = empty_model(config, information)
     weights_path = _existing(folder / WEIGHTS)
-    with open_safetensors(weights_path) as file:
-        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    with open_safetensors(weights_path) as file:  # copied: the file may be replaced or cut while the model is used
+        weights = {name: file.get_tensor(name).to(torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
     _check_weights(weights, model, str(weights_path))
     # Not strict, since a tied parameter has two names in the module and one in the file; all names were just checked.
     model.load_state_dict(weights, strict=False, assign=config.plugin is None)

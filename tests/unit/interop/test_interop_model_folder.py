@@ -68,6 +68,15 @@ def test_a_folder_from_before_the_model_had_variants_is_the_same_model(save_smal
     assert torch.equal(loaded.model(SOURCE, TARGET_IN), saved.model.eval()(SOURCE, TARGET_IN))
 
 
+def test_a_loaded_model_stays_what_it_was_when_another_is_copied_over_its_file(save_small_model: Save) -> None:
+    saved = save_small_model()
+    model = load_model_folder(saved.folder).model
+    before, weights = model(SOURCE, TARGET_IN), saved.folder / "model.safetensors"
+    with weights.open("r+b") as file:  # as `cp` does: the file keeps its inode
+        file.write(b"?" * weights.stat().st_size)
+    assert torch.equal(model(SOURCE, TARGET_IN), before)
+
+
 def test_a_loaded_model_can_be_trained_further(save_small_model: Save) -> None:
     model = load_model_folder(save_small_model().folder).model
     model.loss(SOURCE, TARGET_IN, TARGET_IN, 0.1)[0].backward()
