@@ -16,6 +16,7 @@ EXIT_HANG = 70
 """The watchdog saw no progress for `training.hang_seconds` and ended the rank."""
 EXIT_REQUEUE = 75
 """Stopped on request with everything saved: the same command resumes the run (EX_TEMPFAIL of sysexits.h)."""
+OF_SIGBUS = "SIGBUS: a mapped file could not be read: its disk failed, it was cut short, or /dev/shm is full"
 
 
 class DistTransformerError(Exception):

@@ -3,7 +3,7 @@
 import signal
 from contextlib import suppress
 
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, EXIT_USER_ERROR
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, EXIT_USER_ERROR, OF_SIGBUS
 
 # The longest matching prefix counts: Slurm appends details (", UnavailableNodes:n3") and adds similar reasons.
 _WAITING = {
@@ -94,5 +94,5 @@ def exit_code_in_words(code: int) -> str:
     if code in _EXIT_CODES:
         return _EXIT_CODES[code]
     with suppress(ValueError):  # not the code of a signal
-        return f"ended by signal {signal.Signals(code - 128).name}"
+        return f"ended by signal {OF_SIGBUS if code - 128 == signal.SIGBUS else signal.Signals(code - 128).name}"
     return f"exit code {code}"

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import BinaryIO
 
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, MachineError, UserError, say
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, OF_SIGBUS, MachineError, UserError, say
 from dist_transformer.processes.children import Forked, Process, Signals, forwarding_signals, holding_signals, kill
 from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE, signal_at_the_end_of
 
@@ -234,7 +234,7 @@ def _wait_for_all(ranks: list[Process], leave_together: bool) -> int:
 
 def _named_failure(who: str, code: int) -> int:
     if code < 0:
-        say(f"{who} was ended by signal {signal.Signals(-code).name}")
+        say(f"{who} was ended by signal {OF_SIGBUS if -code == signal.SIGBUS else signal.Signals(-code).name}")
     return EXIT_FAILED if code < 0 else code
 
 

@@ -56,6 +56,7 @@ def test_only_a_held_job_waits_for_a_release() -> None:
         *((0, "finished"), (1, "failed"), (2, "mistake"), (70, "no progress"), (75, "saved on request")),
         *(
             (137, "ended by signal SIGKILL, as where memory ran out (slurm.sbatch.mem)"),
+            (135, "ended by signal SIGBUS: a mapped file could not be read: its disk failed"),
             (139, "ended by signal SIGSEGV"),
             (250, "exit code 250"),
             (9, "exit code 9"),

@@ -133,9 +133,18 @@ def test_the_first_failure_is_the_result_whatever_the_others_say_later(tmp_path:
     assert _run(body) == 2
 
 
-def test_a_rank_ended_by_a_signal_fails_the_run_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert _run("rank == 1 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(0.2)") == 1
-    assert capfd.readouterr().err == "rank 1 was ended by signal SIGKILL\n"
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("SIGKILL", ""),
+        ("SIGBUS", ": a mapped file could not be read: its disk failed, it was cut short, or /dev/shm is full"),
+    ],
+)
+def test_a_rank_ended_by_a_signal_fails_the_run_and_is_named(
+    name: str, cause: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(f"rank == 1 and os.kill(os.getpid(), signal.{name}); time.sleep(0.2)") == 1
+    assert capfd.readouterr().err == f"rank 1 was ended by signal {name}{cause}\n"
 
 
 def test_a_rank_ended_by_a_signal_is_named_last_where_many_ranks_failed_even_if_another_was_first(

@@ -19,10 +19,11 @@ from dist_transformer.cli.main import app
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.training.checkpoint import async_writer, checkpoints
+from dist_transformer.training.checkpoint import async_writer, checkpoints, tensor_files
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
-from dist_transformer.training.checkpoint.tensor_files import Weights, file_name
+from dist_transformer.training.checkpoint.tensor_files import Weights, file_bit_sum, file_name, write_state_file
+from dist_transformer.training.engine.bit_sums import bit_sum
 
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -360,6 +361,23 @@ def test_a_stalled_disk_is_no_progress_on_any_rank(run_dir, monkeypatch):
     assert looked[100] == looked[390]  # some 150 looks without a word
     assert heard[0].count("writing checkpoint step_00000005") > 1  # it moved again
     assert heard[1][-1] == "after checkpoint step_00000005"
+
+
+def test_a_file_is_not_mapped_while_a_save_reads_it_back(tmp_path, monkeypatch):
+    """An error of the disk under a mapping ends the process; of a read it is an OSError, and the save is tried again."""
+    tensors = {"weight/small": torch.randn(3), "weight/large": torch.randn(2**20 + 5)}
+    path, maps = tmp_path / file_name(0), []
+    write_state_file(path, tensors, dict.fromkeys(tensors, 0))
+
+    def looking(blocks):
+        for block in blocks:
+            maps.append(Path("/proc/self/maps").read_text())
+            yield block
+
+    monkeypatch.setattr(tensor_files, "bit_sum", lambda blocks: bit_sum(looking(blocks)))
+    assert file_bit_sum(path) == int(bit_sum(tensors.values()))
+    assert maps
+    assert path.name not in "".join(maps)
 
 
 def test_a_copy_that_differs_from_the_engines_memory_is_no_checkpoint(run_dir, monkeypatch):
