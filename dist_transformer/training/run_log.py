@@ -71,12 +71,12 @@ class RunLog:
             with _warned_of_disk(path), suppress(FileNotFoundError):
                 flush_to_disk(path)
 
-    def checkpoint_saved(self, step: int, path: Path, write_seconds: float) -> None:
-        """Deletes checkpoints that are not to be kept, and reports this one to the history, MLflow and run.json."""
+    def checkpoint_saved(self, step: int, path: Path, write_seconds: float) -> Iterator[Path]:
+        """Deletes checkpoints that are not kept, yielding each, and reports this one to the history, MLflow and run.json."""
         add_to_history(self._run_dir, "saved", step, {"write_seconds": round(write_seconds, 3)})
         kept: list[Path] = []
         with _warned_of_disk(path):
-            kept = retention.retain(self._run_dir, self._checkpoints, self._metric)
+            kept = yield from retention.retain(self._run_dir, self._checkpoints, self._metric)
         self._report(path, kept)
         with _warned_of_disk(path):
             write_json(self._run_dir.state, {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)})

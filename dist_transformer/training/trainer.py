@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -221,8 +222,8 @@ def _loop(
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(log_line["step"]), bar, mfu)
     validation = ValidationSchedule(run, validator, stopping, run_log, validation_line, bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
-    flush, saved = (run_log.flush, run_log.checkpoint_saved) if run_log else (lambda: None, lambda *_: None)
-    saver = CheckpointSaver(writer, engine, flush, saved, metrics.stood_still)
+    flush, record = run_log.flush if run_log else lambda: None, partial(_record, run, run_log)
+    saver = CheckpointSaver(writer, engine, flush, record, metrics.stood_still)
     settings, doing = config.data, run.doing("reading windows")
     loader = data.loader(state.position, state.batches, ranks.rank, ranks.num_ranks, settings.loader_workers, doing)
     batches = GlobalBatchPrefetcher(loader, ranks, run.data.manifest.training, settings.lanes, state.batches)
@@ -259,6 +260,13 @@ def _loop(
     if early_stop:
         log.info("early stop %s", early_stop)
     return is_finished, early_stop
+
+
+def _record(run: Run, run_log: RunLog | None, *saved: Any) -> None:
+    """Records a saved checkpoint, and deletes old ones, each of which is progress however slow the disk is (collective)."""
+    parts = run_log.checkpoint_saved(*saved) if run_log else iter(())
+    while run_on_rank_zero(run.ranks, lambda: next(parts, None), run.doing("recording the checkpoint")):
+        run.watchdog.progress("deleting old checkpoints")
 
 
 def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Validator) -> None:

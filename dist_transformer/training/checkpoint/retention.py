@@ -1,7 +1,7 @@
 """Selection of the checkpoints to keep: the newest, the best by their validation, and those of regular steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,8 +34,8 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
     return sorted(_measured_as_the_newest(paths, metric)[:count], key=step_of)
 
 
-def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> list[Path]:
-    """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit); returns those kept, oldest first.
+def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> Generator[Path, None, list[Path]]:
+    """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit), yielding each; returns those kept, by step.
 
     Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
     PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of the regular ones the `keep_best` that are best
@@ -58,6 +58,7 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> list[Pat
     kept |= {path for path in paths if _is_due(path, "keep_every_steps", settings.keep_every_steps or 0)}
     for path in sorted({*paths} - kept, key=step_of):
         delete(path)
+        yield path
     return sorted(kept, key=step_of)
 
 

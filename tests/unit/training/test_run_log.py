@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import resource
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from dist_transformer.reporting.page import write_run_report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import CLASSES, goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, add_event, read_records
+from dist_transformer.run.records import read_record
 from dist_transformer.training import finish, rank, run_log, trainer
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.metrics.console import Terminal
@@ -129,7 +131,7 @@ def test_the_copy_of_a_plugin_has_its_bytes(run_dir: RunDir, tmp_path: Path) -> 
 
 def test_the_time_to_write_a_checkpoint_is_recorded(run_dir: RunDir) -> None:
     run_log = RunLog(Config(data={"train": {"demo": "train"}}), run_dir, None, None)
-    run_log.checkpoint_saved(4, run_dir.checkpoints / "step_00000004", 12.3456)
+    list(run_log.checkpoint_saved(4, run_dir.checkpoints / "step_00000004", 12.3456))
     (record,) = read_records(run_dir.history)
     assert {**record, "time": 0} == {"event": "saved", "step": 4, "time": 0, "write_seconds": 12.346}
 
@@ -147,7 +149,7 @@ def test_the_goodput_of_a_checkpoint_is_that_of_all_log_lines_and_only_new_ones_
             if step == 10:
                 with run_dir.metrics.open("r+b") as file:
                     file.write(b"".join(b"?" * (len(line) - 1) + b"\n" for line in lines[:-1]))
-            records.checkpoint_saved(step, run_dir.checkpoints / f"step_{step:08}", 0.0)
+            list(records.checkpoint_saved(step, run_dir.checkpoints / f"step_{step:08}", 0.0))
             (*_, record) = read_records(run_dir.metrics, "goodput")
             assert whole is not None
             assert {name: record[name] for name in CLASSES} == whole.shares()
@@ -220,14 +222,42 @@ def test_a_save_looks_at_each_checkpoint_once_and_tells_of_those_that_stay(tmp_p
         save(run_dir, step, early_stopping=None)
     monkeypatch.setattr(checkpoints, "is_file", lambda path: looked.append(path.parent.name) or is_file(path))
     names = [f"step_{step:08d}" for step in (10, 20, 30, 40, 50)]
-    records.checkpoint_saved(50, run_dir.checkpoints / names[-1], 1.0)
+    list(records.checkpoint_saved(50, run_dir.checkpoints / names[-1], 1.0))
     assert looked == names
     expected = [names[1], *names[3:]]
     assert tracker.told == [(50, False, expected)]
     monkeypatch.setattr(retention, "delete", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     save(run_dir, 60, early_stopping=None)
-    records.checkpoint_saved(60, run_dir.checkpoints / "step_00000060", 1.0)
+    list(records.checkpoint_saved(60, run_dir.checkpoints / "step_00000060", 1.0))
     assert tracker.told[1:] == [(60, False, [*expected, "step_00000060"])]
+
+
+def test_each_deletion_of_an_old_checkpoint_is_progress_of_every_rank_however_slow_its_disk(run_dir, monkeypatch):
+    for step in (10, 20, 30, 40):
+        save(run_dir, step, early_stopping=None)
+    kept = {"every_steps": 10, "keep_last": 1}
+    config = Config.model_validate({"data": {"train": {"demo": "train"}}, "checkpoints": kept})
+    delete, may_delete = retention.delete, threading.Semaphore(1)
+
+    def slowly(path: Path) -> None:
+        assert may_delete.acquire(timeout=60), "the other rank did not hear of the deletion before"
+        delete(path)
+
+    def work(ranks: Any) -> None:
+        def progress(doing: str) -> None:
+            if doing == "deleting old checkpoints" and not ranks.is_rank_zero:
+                may_delete.release()
+
+        heard = {"watchdog": SimpleNamespace(progress=progress), "doing": lambda what: lambda: None}
+        records = RunLog(config, run_dir, None, None) if ranks.is_rank_zero else None
+        run = SimpleNamespace(ranks=ranks, **heard)
+        trainer._record(run, records, 40, run_dir.checkpoints / "step_00000040", 1.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(retention, "delete", slowly)
+    on_ranks(2, work)
+    kept_for_a_divergence, newest = checkpoints.saved(run_dir)
+    assert (kept_for_a_divergence.name, newest.name) == ("step_00000010", "step_00000040")
+    assert read_record(run_dir.state)["step"] == 40
 
 
 @pytest.mark.slow

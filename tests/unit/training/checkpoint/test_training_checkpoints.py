@@ -199,7 +199,7 @@ def a_run(run_dir, losses):
 def kept(run_dir, patience_steps=1000, metric="loss", **values):
     settings = CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values})
     with patch.object(retention, "PATIENCE_STEPS", patience_steps):
-        retention.retain(run_dir, settings, metric)
+        list(retention.retain(run_dir, settings, metric))
     return names(checkpoints.saved(run_dir))
 
 
