@@ -7,6 +7,7 @@ import re
 import sys
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -137,8 +138,10 @@ def main() -> None:
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_WAITING_THREADS)  # OpenMP reads it when torch is imported
-    # Of a checkout the current folder is where children find it.
-    if not os.path.samefile(".", Path(__file__).parents[2]):
+    is_checkout = False  # then the current folder is where children find it
+    with suppress(OSError):  # a current folder that this user may not enter (sudo -u)
+        is_checkout = os.path.samefile(".", Path(__file__).parents[2])
+    if not is_checkout:
         os.environ["PYTHONSAFEPATH"] = "1"  # they import no modules of the current folder, which may be somebody else's
     run_as_command(app)
 

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from command_server import quick_command
 from running import NOT_INHERITED, PROGRAM, Command, without
 
+from dist_transformer import __version__
 from dist_transformer.cli.main import Commands
 
 pytestmark = pytest.mark.slow
@@ -324,3 +327,13 @@ def test_checkpoints_and_logs_that_are_closed_are_told_before_the_first_step(
         assert f"{run / name}: cannot be written" in said
         (run / name).chmod(mode)
     assert everything_in(run / "checkpoints") == before
+
+
+def test_in_a_folder_that_the_user_may_not_enter_a_command_runs(tmp_path: Path) -> None:
+    """As by `sudo -u` from a home that is closed to others."""
+    program = shlex.join([*WITHOUT_PRIVILEGES, sys.executable, "-P", "-m", "dist_transformer", "--version"])
+    done = subprocess.run(
+        ["sh", "-c", f"chmod 0 . && exec {program}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    tmp_path.chmod(0o700)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
