@@ -199,11 +199,14 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a file whose tensors are read on access. Raises CheckpointError if it is missing, cut short or invalid."""
+    """Opens a file whose tensors are read on access. Raises CheckpointError: it is missing, cut short or invalid;
+    PermissionError."""
     try:
         file = patiently(path, lambda: safetensors_file(path), MISPLACED)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, expected safetensors weights.") from error
+    except PermissionError:
+        raise  # its message names the owner, whom to ask
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: damaged or cut short, expected a complete safetensors file ({error}). Copy or save it again."

@@ -280,6 +280,11 @@ def test_folders_that_are_closed_are_told_before_anything_is_computed(
     run, closed = tmp_path / "run", tmp_path / "closed"
     shutil.copytree(runs, run)
     closed.mkdir()
+    weights = run / "model" / "model.safetensors"
+    weights.chmod(0o000)
+    said = refused(bound_by_permissions, "evaluate", run)
+    assert f"{weights}: Permission denied: expected a path that exists, is of the right kind and is open" in said
+    weights.chmod(0o444)
     for folder in (*(path for path in run.rglob("*") if path.is_dir()), run, closed):
         folder.chmod(0o555)
     before = everything_in(tmp_path)
