@@ -108,7 +108,8 @@ def writing(path: Path) -> Iterator[None]:
     except BrokenPipeError:  # the reader has ended, which is no fault: cli/main.py
         raise
     except OSError as error:
-        if error.filename is not None and not _are_near(Path(os.fsdecode(error.filename)), path):
+        written = error.filename2 or error.filename  # an error of a copy has both of its names
+        if written is not None and not _are_near(Path(os.fsdecode(written)), path):
             raise
         if error.errno in NO_LOCKS:
             wanted = "one that does (Lustre: mounted with flock); give data.prepared or --output there"

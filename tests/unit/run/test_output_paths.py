@@ -245,6 +245,16 @@ def test_a_closed_path_is_told_with_its_owner_or_that_of_its_folder(
     assert closed_by(OSError(errno.EACCES, "Permission denied")) == ""
 
 
+def test_of_a_copy_onto_a_full_disk_its_target_is_told() -> None:
+    """As shutil.copy raises it: with both names."""
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/source.model", None, "other/export/source.model")
+    with (
+        pytest.raises(MachineError, match=r"^other/export: cannot be written .* make room"),
+        writing(Path("other/export")),
+    ):
+        raise error
+
+
 @pytest.mark.parametrize("error", [UserError("mine"), of_system("EISDIR", Path("a"))], ids=str)
 def test_a_full_standard_error_keeps_the_exit_code(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
