@@ -151,7 +151,7 @@ class RunData:
                 f"{checkpoint.path} cannot be resumed, since the shares of the corpora have changed for steps that "
                 f"are already trained: {_shares_text(before)} then, {_shares_text(now)} now. Put data.mixture back, and "
                 f"give new weights in data.mixture.schedule from step {batches + 1} on."
-            ).agreed()
+            )
 
 
 def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
@@ -163,7 +163,7 @@ def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
         raise DataError(
             f"the training corpus has {rows} pairs after filtering, fewer than data.lanes = {config.data.lanes}: "
             "each lane needs a row; lower data.lanes or add text"
-        ).agreed()
+        )
     return RunData(config, folder, manifest)
 
 
@@ -203,7 +203,7 @@ def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: 
         raise CheckpointError(
             f"{checkpoint.path} cannot be resumed, since these have changed:\n" + "\n".join(lines) + "\n"
             f"{back}, or give the changed run another run.name.{hint if changed == ['data.lanes'] else ''}"
-        ).agreed()
+        )
 
 
 def _shares_text(shares: tuple[int, ...] | None) -> str:

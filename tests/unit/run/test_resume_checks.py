@@ -241,9 +241,8 @@ def test_a_corpus_with_which_training_could_not_go_on_is_refused_before_it_is_pr
     assert submission_problems(config, run_dir, 1, is_anew=True) == []
     elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"prepared": str(tmp_path / "other")})})
     refuse_other_corpus(elsewhere)
-    with pytest.raises(CheckpointError, match="these have changed") as late:
+    with pytest.raises(CheckpointError, match="these have changed"):
         _refuse_changes(trained, _data_of(elsewhere).recipe(), set())
-    assert late.value.is_agreed  # every rank finds it, and rank 0 prints it
 
 
 @pytest.mark.parametrize("root", ["gone", "http://[::1]:1"])
