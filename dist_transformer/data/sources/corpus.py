@@ -255,10 +255,11 @@ def _hub_tables(corpus: CorpusConfig, name: str, choose: lines.ChooseColumns) ->
     builder = _hub_builder(corpus)
     dataset = retried_remote(name, lambda: builder.as_streaming_dataset(corpus.split)).with_format("arrow")
     first = next(iter(dataset), None) if builder.name == "csv" else None  # pandas takes NA for no text, 0123 for 123
-    if first and len(columns := {*choose(first.column_names, name)}) > 1:  # but scores may be NA
-        builder.config.usecols, builder.config.converters = [*columns], dict.fromkeys(columns, str)
+    if first and len({*choose(first.column_names, name)}) > 1:  # but scores may be NA
+        keys = [*first.column_names, *(int(key) for key in first.column_names if key.isdecimal())]  # of header: null
+        builder.config.converters = dict.fromkeys(keys, str)
         builder.config.na_filter, builder.info.features = False, None
-        dataset = builder.as_streaming_dataset(corpus.split).with_format("arrow")
+        dataset = retried_remote(name, lambda: builder.as_streaming_dataset(corpus.split)).with_format("arrow")
     yield from dataset.iter(batch_size=TABLE_BATCH_ROWS)
 
 

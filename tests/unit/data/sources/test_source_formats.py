@@ -1,7 +1,9 @@
 """Every format gives the same rows as plain aligned text, whatever hard characters they hold."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -131,6 +133,33 @@ def test_every_cell_of_a_csv_dataset_is_text(tmp_path: Path, suffix: str, has_ty
     assert read_all(corpus, data, 4096) == pairs
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "expected"),
+    [
+        (["en,de", "1,NA,nein", "2,Hello,Hallo"], {}, [("NA", "nein"), ("Hello", "Hallo")]),  # as R writes it
+        (["en,de", "a,b", "one, two,eins", "NA,d"], {"on_bad_lines": "skip"}, [("a", "b"), ("NA", "d")]),
+        (["NA,nein", "07,sieben"], {"header": None, "columns": ("0", "1")}, [("NA", "nein"), ("07", "sieben")]),
+    ],
+    ids=["numbered rows", "bad lines", "no header"],
+)
+def test_the_rows_of_a_csv_dataset_are_those_that_pandas_finds(
+    tmp_path: Path, rows: list[str], settings: dict[str, Any], expected: list[tuple[str, str]]
+):
+    (tmp_path / "train.csv").write_text("\n".join(rows) + "\n")
+    columns = settings.pop("columns", None)
+    card = {"configs": [{"config_name": "default", "data_files": "train.csv", **settings}]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+    corpus = CorpusConfig(hub=str(tmp_path), columns=columns)
+    assert read_all(corpus, data_in(tmp_path, corpus)) == expected
+
+
+def test_a_late_row_of_a_csv_dataset_with_a_cell_too_many_is_refused(tmp_path: Path):
+    (tmp_path / "train.csv").write_text("en,de\n" + "a,b\n" * 20_000 + "Hello, world,Hallo Welt\n")
+    corpus = CorpusConfig(hub=str(tmp_path))
+    with pytest.raises(DataError, match=r"cannot be read: .*Expected 2 fields in line 20002, saw 3"):
+        read_all(corpus, data_in(tmp_path, corpus))
+
+
 def test_scores_of_a_csv_dataset_are_numbers_or_missing(tmp_path: Path):
     (tmp_path / "train.csv").write_text("en,de,score\nNA,NA,0.5\nnull,None,NA\n7,8,\n")
     corpus = CorpusConfig(hub=str(tmp_path))
@@ -143,7 +172,7 @@ def test_a_column_that_another_file_of_a_csv_dataset_lacks_is_named(tmp_path: Pa
     for number, columns in enumerate(("de,en,id", "en,fr")):
         (tmp_path / f"train-{number}.csv").write_text(f"{columns}\n{columns}\n")
     corpus = CorpusConfig(hub=str(tmp_path))
-    with pytest.raises(DataError, match=r"\(train\): cannot be read: .*not found: \['de'\]"):
+    with pytest.raises(DataError, match=r"\(train\): cannot be read: .*different: de: .* vs en: .* fr: "):
         read_all(corpus, data_in(tmp_path, corpus))
 
 
