@@ -8,6 +8,7 @@ Parts are "weight", Adam's "exp_avg" and "exp_avg_sq", and "ema". The fragments 
 later number of ranks each rank reads only the elements that it owns.
 """
 
+import errno
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -46,11 +47,15 @@ def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mappin
 
 
 def file_bit_sum(path: Path) -> int:
-    """Returns the bit sum of all fragments in one rank's file, not mapped: there an error of the disk would be SIGBUS."""
+    """Returns the bit sum of all fragments in one rank's file, not mapped: there an error of the disk would be SIGBUS.
+    Raises OSError: also for a file that was cut."""
     with path.open("rb") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))  # the header, after its length
-        blocks = iter(lambda: bytearray(file.read(2**22)), b"")
-        return int(bit_sum(torch.frombuffer(block, dtype=torch.float32) for block in blocks))
+        try:
+            file.seek(8 + int.from_bytes(file.read(8), "little"))  # the header, after its length
+            blocks = iter(lambda: bytearray(file.read(2**22)), b"")
+            return int(bit_sum(torch.frombuffer(block, dtype=torch.float32) for block in blocks))
+        except ValueError as error:  # no place in a file, or no whole number of values
+            raise OSError(errno.EIO, f"is damaged ({error})", str(path)) from error
 
 
 def check_version(path: Path, state: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Saves in the background: what was there at `begin` is what a whole checkpoint holds, or nothing is there."""
 
 import errno
+import os
 import shutil
 import threading
 import time
@@ -376,6 +377,9 @@ def test_a_file_is_not_mapped_while_a_save_reads_it_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensor_files, "bit_sum", lambda blocks: bit_sum(looking(blocks)))
     assert file_bit_sum(path) == int(bit_sum(tensors.values()))
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(OSError, match="is damaged"):
+        file_bit_sum(path)
     assert maps
     assert path.name not in "".join(maps)
 
