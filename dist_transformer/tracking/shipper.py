@@ -231,8 +231,9 @@ class Shipper:
             with suppress(OSError):  # a network disk that failed over may not know the old file any more
                 if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
                     return
-            self._file.close()
-            self._file = None
+            stale, self._file = self._file, None
+            with suppress(OSError):
+                stale.close()
         self._file, self._offset = path.open("rb") if path.exists() else None, 0
 
     def _send_event(self, run: "TrackedRun", event: dict[str, Any], channel: str) -> None:

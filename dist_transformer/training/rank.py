@@ -169,12 +169,13 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Reports the first error on standard error, instead of a traceback for each line; opens the file anew for the next
-        line, as a network disk that failed over may not know the old one any more."""
+        line if a network disk that failed over does not know the old one any more."""
         if not self.is_reported:
             self.is_reported = True
             say(f"{self.baseFilename}: {sys.exc_info()[1]}; lines of the log are lost there")
-        with contextlib.suppress(OSError):
-            self.stream = self._open()
+        if getattr(sys.exc_info()[1], "errno", None) == errno.ESTALE:
+            with contextlib.suppress(OSError):
+                self.stream = self._open()
 
 
 def _default_threads(ranks: Ranks) -> int:
