@@ -326,6 +326,6 @@ SLOT_KINDS: dict[str, Callable[[random.Random], Slot]] = {
 
 if __name__ == "__main__":
     for split in PAIRS_OF_SPLIT:
-        lines = "".join(f"{source}\t{target}\n" for source, target in generated_pairs(split))
-        file = Path(demo_corpus.__file__).with_name("demo") / f"{split}.tsv.bz2"
-        file.write_bytes(bz2.compress(lines.encode()))
+        for code, side in zip(("en", "de"), zip(*generated_pairs(split), strict=True), strict=True):
+            file = Path(demo_corpus.__file__).with_name("demo") / f"{split}.{code}.bz2"
+            file.write_bytes(bz2.compress("".join(f"{sentence}\n" for sentence in side).encode()))

@@ -5,7 +5,8 @@ in minutes on a CPU. No sentence of validation or test is seen in training, on e
 
     ("The train to Bonn leaves at half past seven on Monday.", "Der Zug nach Bonn fährt am Montag um halb acht ab.")
 
-Each split is a file in the folder `demo` beside this one. tests/helpers/demo_generator.py made them of its templates.
+Each split is two aligned files in the folder `demo` beside this one. tests/helpers/demo_generator.py made them of its
+templates.
 """
 
 import bz2
@@ -22,7 +23,7 @@ DEMO_VERSION = 2
 
 def demo_pairs(split: DemoSplit) -> Iterator[tuple[str, str]]:
     """Yields the (English, German) pairs of a split, always in the same order; each source once."""
-    with bz2.open(Path(__file__).with_name("demo") / f"{split}.tsv.bz2", "rt", encoding="utf-8") as lines:
-        for line in islice(lines, PAIRS_OF_SPLIT[split]):
-            source, target = line.rstrip("\n").split("\t")
-            yield source, target
+    english, german = (Path(__file__).with_name("demo") / f"{split}.{code}.bz2" for code in ("en", "de"))
+    with bz2.open(english, "rt", encoding="utf-8") as source, bz2.open(german, "rt", encoding="utf-8") as target:
+        for pair in islice(zip(source, target, strict=True), PAIRS_OF_SPLIT[split]):
+            yield pair[0].rstrip("\n"), pair[1].rstrip("\n")
