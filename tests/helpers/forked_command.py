@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
+from multiprocessing import forkserver
 from typing import NoReturn
 
 import matplotlib.figure  # noqa: F401  to have it imported, and the next two: else each fork would
@@ -109,6 +110,8 @@ def _run_and_leave(arguments: list[str], given: int, both: int) -> NoReturn:
             os.environ.pop(name, None)
         for number, file in enumerate((given, both, both)):
             os.dup2(file, number)
+        # A server of forks that a test before this one started is no child of this process, and could not be waited for.
+        forkserver._forkserver._forkserver_pid = None
         sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
