@@ -4,12 +4,10 @@ import bz2
 import errno
 import fcntl
 import gzip
-import io
 import lzma
 import multiprocessing
 import os
 import shutil
-import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from source_helpers import zipped
 
 from dist_transformer import files
 from dist_transformer.decoding import sharded_files
@@ -383,16 +382,9 @@ def test_a_file_that_changes_between_two_ranges_is_refused_whatever_its_length(t
         reader.read(1, 1)
 
 
-def _zipped(content: bytes) -> bytes:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr(zipfile.ZipInfo("text"), content, zipfile.ZIP_DEFLATED)
-    return archive.getvalue()
-
-
 @pytest.mark.parametrize(
     "compress",
-    [gzip.compress, lzma.compress, bz2.compress, lambda text: pa.compress(text, "zstd", asbytes=True), _zipped],
+    [gzip.compress, lzma.compress, bz2.compress, lambda text: pa.compress(text, "zstd", asbytes=True), zipped],
 )
 def test_a_compressed_file_is_told_with_what_unpacks_it(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     (tmp_path / "text.x").write_bytes(compress(b"one\ntwo\n" * 99))

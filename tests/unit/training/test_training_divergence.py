@@ -239,7 +239,7 @@ def test_a_return_that_did_not_help_is_followed_by_one_that_goes_further_back(tm
 
 
 def test_the_oldest_checkpoint_stays_though_a_return_to_it_did_not_help(tmp_path, constants):
-    """What is lost with it is the whole run: it is resumed again, with an even lower learning rate."""
+    """The run would be lost with it: it is resumed again, with an even lower learning rate."""
     constants(max_rollbacks=9)
     run_dir = RunDir(tmp_path)
     assert [a_return(run_dir, 70, oldest=50) for _ in range(4)] == [60, 50, 50, 50]
