@@ -2,11 +2,14 @@
 
     python benchmarks/gpu.py --acceptance               # ten minutes; writes benchmarks/results/<date>-gpu-acceptance.md
 
-1. Every combination of ZeRO stage, precision and option of tests/distributed/matrix_program.py on one rank, against plain
+1. The kernels in Triton against torch in fp64 (tests/unit/model/test_gpu_kernels.py).
+2. Every combination of ZeRO stage, precision and option of tests/distributed/matrix_program.py on one rank, against plain
    torch on the CPU: fused Adam, offload and activation checkpointing among them.
-2. The demo trained by the command, killed twice, resumed in the same and in another ZeRO stage, beside a run without a stop.
-3. `preflight` of the machine, and `plan` with what it measured.
-4. gpu.py: tokens per second, MFU, memory against the plan's, and each lever alone.
+3. The demo trained by the command, killed twice, resumed in the same and in another ZeRO stage, beside a run without a stop.
+4. `preflight` of the machine, and `plan` with what it measured.
+5. gpu.py: tokens per second, MFU, memory against the plan's, and each lever alone.
+
+The first three run side by side.
 """
 
 import json
@@ -14,9 +17,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,29 +60,38 @@ class Failed(Exception):
 def accept(
     folder: Path, precisions: Sequence[str], throughput: Part, write: Callable[[str], None], deadline: float
 ) -> bool:
-    """Takes the parts one after another, until the deadline by the monotonic clock, and writes all results after each; True
-    if none failed."""
-    parts = [
-        Part("Kernels", 60, _kernels),
+    """Takes the parts until the deadline by the monotonic clock: what is not timed side by side, then what is timed, alone.
+    Writes all results after each; True if none failed."""
+    side_by_side = [
+        Part("Kernels", 150, _kernels),
         Part("Stages, precisions and options", 240, _matrix),
-        *(Part(f"Save, kill, resume in {p}", 90, lambda f, s, p=p: _resume(f, s, p)) for p in precisions),  # type: ignore[misc]
-        Part("Preflight and plan", 90, _preflight),
-        throughput,
+        *(Part(f"Save, kill, resume in {p}", 150, lambda f, s, p=p: _resume(f, s, p)) for p in precisions),  # type: ignore[misc]
     ]
-    texts, has_failed = [], False
-    for number, part in enumerate(parts):
-        inside = folder / str(number)
-        inside.mkdir()
-        began = time.monotonic()
+    alone = [Part("Preflight and plan", 90, _preflight), throughput]
+    texts: list[str] = []
+    verdicts: list[str] = []
+
+    def take(part: Part) -> tuple[str, str]:
+        inside, began = Path(tempfile.mkdtemp(dir=folder)), time.monotonic()
         try:
             verdict, text = "passed", part.take(inside, max(1.0, min(part.seconds, deadline - began)))
         except Exception as error:  # noqa: BLE001  (whatever a device does is a result of its acceptance)
             words = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
-            verdict, text, has_failed = "failed", words, True
-        texts.append(f"## {part.name}: {verdict}, {time.monotonic() - began:.0f} s\n\n{text}\n")
+            verdict, text = "failed", words
+        return verdict, f"## {part.name}: {verdict}, {time.monotonic() - began:.0f} s\n\n{text}\n"
+
+    def note(part: Part, verdict: str, text: str) -> None:
+        texts.append(text)
+        verdicts.append(verdict)
         write("\n".join(texts))
         print(f"{part.name}: {verdict}", file=sys.stderr, flush=True)
-    return not has_failed
+
+    with ThreadPoolExecutor(len(side_by_side)) as pool:
+        for part, found in zip(side_by_side, pool.map(take, side_by_side), strict=True):
+            note(part, *found)
+    for part in alone:
+        note(part, *take(part))
+    return "failed" not in verdicts
 
 
 def run(command: Sequence[object], folder: Path, seconds: float, **variables: str) -> str:
