@@ -109,11 +109,11 @@ def with_absolute_path(given: str | None) -> str | None:
 
 
 def call(plugin: Plugin, function: Callable[[], T]) -> T:
-    """Returns the result of the user's code; UserError, the same on every rank, for any error in it."""
+    """Returns the result of the user's code; UserError for any error in it."""
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise error_of(plugin, error).agreed() from error
+        raise error_of(plugin, error) from error
 
 
 def error_of(plugin: Plugin, error: BaseException) -> UserError:

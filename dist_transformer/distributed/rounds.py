@@ -1,4 +1,4 @@
-"""Work that is dealt out to the ranks in rounds, and ends on all of them together when one fails or is asked to stop.
+"""Work of all ranks that ends on all of them together: in rounds, when one fails or is asked to stop; or refused by one.
 
     in_rounds(ranks, num_rounds, lambda number: translate(batches[number]), wants_stop)
 
@@ -8,6 +8,7 @@ docs/architecture.md ("A validation runs in rounds") says how no rank waits for 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from dist_transformer.errors import MachineError, UserError
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 WantsStop = Callable[[], bool]
 """Returns True if this rank was asked to stop; the others may not have been."""
 
@@ -62,6 +64,20 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
         raise Stopped
     if problems := [failure for _, failure in answers if failure is not None]:
         raise WorkFailed("; ".join(problems[:3])).agreed()
+
+
+def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
+    """Returns what `work`, which calls no collective, returns on this rank (collective). Raises UserError: on every rank:
+    `work` raised it on one or more, perhaps of a node with other files; it has each message once."""
+    refusal: UserError | None = None
+    try:
+        result = work()
+    except UserError as error:
+        refusal = error
+    said = ranks.all_gather_object(refusal and (str(refusal), isinstance(refusal, MachineError)))
+    if texts := dict(each for each in said if each is not None):
+        raise (MachineError if all(texts.values()) else UserError)("\n".join(texts)).agreed() from refusal
+    return result
 
 
 @contextmanager

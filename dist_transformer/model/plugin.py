@@ -124,5 +124,5 @@ def build_plugin(
     elif buffers := [name for name, _ in network.named_buffers()]:
         problem = f"returned buffers ({', '.join(buffers[:5])}), which are not saved: use parameters, or compute them in forward"
     if problem is not None:
-        raise UserError(f"{plugin.key}: {plugin.name} of {plugin.file} {problem}").agreed()
+        raise UserError(f"{plugin.key}: {plugin.name} of {plugin.file} {problem}")
     return PluginTransformer(plugin, network.float(), target_vocabulary, pad_id)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
+from dist_transformer.distributed.rounds import together
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.files import MISPLACED, file_sha256, read_json
 from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
@@ -88,11 +89,7 @@ def initialise(run: Run, model: Transformer) -> dict[str, str]:
     found = run_on_rank_zero(run.ranks, lambda: _found(Path(str(config.training.init_from))), doing)
     tokenizers = (tokenizer.source_sha256, tokenizer.target_sha256)
     here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
-    fit = _load(model, found, here, config.training.init_partially)
-    for result in run.ranks.all_gather_object(fit):
-        if isinstance(result, UserError):
-            raise result.agreed()
-    assert isinstance(fit, Fit)
+    fit = together(run.ranks, lambda: _load(model, found, here, config.training.init_partially))
     step = read_json(found.folder / (CONFIG if found.is_model else STATE))["step"]
     log.info("init_from  %s of step %d: %d tensors taken", found.folder, step, len(fit.taken))
     if fit.others and run.ranks.is_rank_zero:
@@ -135,15 +132,12 @@ def _found(path: Path) -> Found:
         raise _unreadable(path, error) from error
 
 
-def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fit | UserError:
-    """Loads the weights; returns an error so that all ranks can agree on it: another node may not see the folder."""
+def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fit:
     try:
         weights, there = _of_model(found.folder) if found.is_model else _of_checkpoint(found.folder)
         return load_initial_weights(model, weights, there, here, str(found.folder), partially)
-    except UserError as error:
-        return error
     except OSError as error:
-        return _unreadable(found.folder, error)
+        raise _unreadable(found.folder, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

@@ -15,19 +15,19 @@ FP16_ON_CPU = "DIST_TRANSFORMER_FP16_ON_CPU"
 
 def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
     """Replaces the precision `auto` in the configuration, and returns a message for the log too; "" if it was given.
-    Raises UserError: on every rank: this machine cannot train in that precision, or another setting forbids it."""
+    Raises UserError: this machine cannot train in that precision, or another setting forbids it."""
     said = ""
     if config.training.precision == "auto":
         config = with_precision(config, automatic_precision(has_gpu))
         said = f"{config.training.precision}, what training.precision: auto is on {'GPUs' if has_gpu else 'CPUs'}"
     if problems := cross_problems({"training": config.training, "divergence": config.divergence}):
-        raise ConfigError(problems).agreed()
+        raise ConfigError(problems)
     if config.training.precision == "fp16" and not has_gpu and not os.environ.get(FP16_ON_CPU):
         raise UserError(
             "training.precision: expected fp32 or bf16, since torch finds no GPU on this machine, got fp16: CPUs compute it "
             "many times slower than fp32, and norms of gradients wrong by per cents. With training.precision=fp32 the run "
             "starts here, or resumes from its checkpoints: their weights are fp32"
-        ).agreed()
+        )
     return config, said
 
 

@@ -19,6 +19,7 @@ from dist_transformer.data.prepare.progress import prepare_for_training
 from dist_transformer.distributed import causes, group
 from dist_transformer.distributed.group import Ranks, has_gpus
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
+from dist_transformer.distributed.rounds import together
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, DataError, MachineError, UserError, say
 from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
 from dist_transformer.processes.launching import threads_per_rank
@@ -64,7 +65,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
             log.info("precision  %s", precision)
         if ranks.is_rank_zero and (warning := bf16_warning(config, ranks.device)):
             log.warning("precision  %s", warning)
-        data = open_run_data(config, folder, manifest)
+        data = together(ranks, partial(open_run_data, config, folder, manifest))
         if ranks.is_rank_zero and (warning := row_groups_warning(config, manifest)):
             log.warning("data       %s", warning)
         code = _train(config, run_dir, ranks, data, stop, terminal)

@@ -17,6 +17,7 @@ from dist_transformer.data.loader.mixture import refuse_undrawn
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.recipe import former_rules_warning, not_held_out
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
+from dist_transformer.distributed.rounds import together
 from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
@@ -69,7 +70,7 @@ def train(run: Run) -> tuple[bool, int]:
     if run.config.model.positions == "marian" and run.config.model.plugin is None:
         objective.model.keep_start_at_zero(run.data.manifest.bos_id)
     run_on_rank_zero(run.ranks, lambda: _warn_of_held_out(run, checkpoint), run.doing("looking at what was held out"))
-    state = _train_state(run.data, checkpoint)
+    state = together(run.ranks, partial(_train_state, run.data, checkpoint))
     engine = _engine(run, objective, checkpoint)
     changes = compare_and_report(run, checkpoint)
     run_log = _open_run_log(run, state, origin | changes.tags())
@@ -121,8 +122,10 @@ def build_objective(model: ModelConfig, training: TrainingConfig, manifest: Mani
 
 
 def _initial_objective(run: Run) -> Objective:
+    """(Collective.)"""
     torch.manual_seed(run.config.run.seed)
-    objective = build_objective(run.config.model, run.training, run.data.manifest)
+    building = partial(build_objective, run.config.model, run.training, run.data.manifest)
+    objective = together(run.ranks, building)
     if weight := run.training.guided_alignment:
         objective.second_loss = GuidedAlignment(objective.model, open_lexicon(run), weight).loss
     return objective

@@ -171,6 +171,11 @@ class build(torch.nn.Module):
         ),
         ("import nowhere\ndef build(): ...\n", "line 1: ModuleNotFoundError", 1),
         (FORWARD.format("self.part(target.float())"), "build of {file}, line 6: RuntimeError: mat1 and mat2", 2),
+        (
+            "import os\nassert os.environ['RANK'] != '1', 'no such GPU'\n" + FORWARD,
+            "line 2: AssertionError: no such GPU",
+            2,
+        ),
         (FORWARD.format("exit(3)"), "build of {file}, line 6: SystemExit: 3; mend the plug-in", 1),
         (FORWARD.format("self.part").replace("def forward", "def unused"), "module.py, line", 1),
         (

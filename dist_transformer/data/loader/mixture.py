@@ -52,4 +52,4 @@ def refuse_undrawn(mixture: MixtureConfig | None, planner: Planner) -> None:
             raise DataError(
                 f"data.mixture.{key}: no pair of {', '.join(undrawn)} would ever be drawn: an epoch has {total:,} pairs, "
                 "and its share of them rounds to none. Raise the share, or leave the corpus out"
-            ).agreed()
+            )

@@ -81,14 +81,14 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
             f"{where}: its data position has version {value.get('version')}, this program reads version "
             f"{POSITION_VERSION}. Resume with the version of dist-transformer that wrote it, or give the run another "
             "run.name."
-        ).agreed()
+        )
     try:
         return POSITION.validate_json(json.dumps(_nested(value)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"{error!r}".replace("\n", " ")[:300]
         raise CheckpointError(
             f"{where}: its data position is damaged ({why}); resume from another checkpoint"
-        ).agreed() from error
+        ) from error
 
 
 def _nested(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Work that is dealt out in rounds: all ranks leave it together, whichever of them fails or is asked to stop, and when."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from checkpoint_helpers import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_transformer.distributed.rounds import Stopped, WorkFailed, failures_named, in_rounds
-from dist_transformer.errors import UserError
+from dist_transformer.distributed.rounds import Stopped, WorkFailed, failures_named, in_rounds, together
+from dist_transformer.errors import CheckpointError, ConfigError, MachineError, UserError
 
 TAKES_PART = ("works", "fails", "wants to stop", "stops in its middle")
 
@@ -71,3 +72,25 @@ def test_what_a_user_can_mend_is_told_in_its_own_words(ranks):
 
 def test_nothing_to_do_is_done_at_once(ranks):
     in_rounds(ranks, 0, lambda number: 1 // 0, lambda: True)
+
+
+def test_a_refusal_of_one_rank_is_raised_by_all_and_each_message_is_said_once():
+    def attempt(refusals: list[UserError | None], ranks) -> tuple[str, bool, bool] | int:
+        def work() -> int:
+            if (refusal := refusals[ranks.rank]) is not None:
+                raise refusal
+            return ranks.rank
+
+        try:
+            return together(ranks, work)
+        except UserError as error:
+            return str(error), error.is_agreed, isinstance(error, MachineError)
+
+    def answers(*refusals: UserError | None) -> list[tuple[str, bool, bool] | int]:
+        return on_ranks(len(refusals), partial(attempt, list(refusals)))
+
+    assert answers(None, None, None) == [0, 1, 2]
+    assert answers(None, CheckpointError("other lanes"), None) == [("other lanes", True, False)] * 3
+    assert answers(ConfigError(["a"]), ConfigError(["a"])) == [(str(ConfigError(["a"])), True, False)] * 2
+    assert answers(MachineError("disk"), MachineError("net")) == [("disk\nnet", True, True)] * 2
+    assert answers(MachineError("disk"), UserError("lanes")) == [("disk\nlanes", True, False)] * 2

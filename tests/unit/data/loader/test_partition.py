@@ -343,9 +343,8 @@ def test_the_position_of_64_lanes_is_small():
 
 def test_a_position_of_another_version_is_refused_with_both_versions():
     value = {**Position.start(Planner(((9,),), 1, 5, 1).first_partition()).to_json(), "version": 7}
-    with pytest.raises(CheckpointError, match=r"state\.json.*version 7.*reads version 1.*run\.name") as refused:
+    with pytest.raises(CheckpointError, match=r"state\.json.*version 7.*reads version 1.*run\.name"):
         position_from_json(value, "state.json")
-    assert refused.value.is_agreed  # rank 0 has read it for all
 
 
 def test_open_windows_of_checkpoints_from_before_slices_had_a_pass_are_read():
