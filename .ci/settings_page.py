@@ -54,13 +54,14 @@ def words_of(annotation: object) -> str:
 def limits_of(field: FieldInfo) -> str:
     """The bounds of a number, but for those that only say that it fits its type."""
     found = []
-    for part in field.metadata:
+    optional = [each for part in typing.get_args(field.annotation) for each in getattr(part, "__metadata__", ())]
+    for part in (*field.metadata, *optional):
         for each in (part, *getattr(part, "metadata", ())):
             for name, form in LIMITS.items():
                 bound = getattr(each, name, None)
                 if bound is not None and abs(bound) < HUGE and (form.format(f"{bound:g}")) not in found:
                     found.append(form.format(f"{bound:g}"))
-    return ", ".join(found)
+    return ", ".join(each for each in found if "=" not in each or each.replace("=", "") not in found)
 
 
 def anchor_of(section: type[BaseModel]) -> str:

@@ -129,7 +129,7 @@ class Translator:
 
         Raises:
             UserError: a line is no text, or longer than `decoding.max_source_tokens`, and `too_long` is "refuse"; or `lines` is
-            one text.
+                one text.
         """
         if isinstance(lines, str):
             raise UserError("translate takes lines, got one text, whose letters would be lines: call the Translator")

@@ -34,7 +34,8 @@ def find_run(text: str, root: Path) -> RunRef:
             raise UserError(f"{folder}: is not a run folder: it has no config.yaml; `list` shows the runs of a folder")
         return RunRef(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
     if not is_job_id(text):
-        raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
+        problem = "is a file" if folder.is_file() else "no such folder, and no job id"
+        raise UserError(f"{text}: {problem}; expected a run folder (run.root/run.name), or a job id like 123 or 123_4")
     try:
         found, known = _folder_by_comment(text), "squeue and sacct show no run folder of it"
     except SlurmError as error:

@@ -55,7 +55,7 @@ def run_name_problems(name: str) -> Iterator[str]:
 def _check_paths(run: Any, data: DataConfig) -> Iterator[str]:
     for key, given in (("run.root", run.root), ("data.prepared", data.prepared or "/")):
         if (path := os.path.abspath(given)) != path.encode("utf-8", "ignore").decode():
-            yield f"{key}: {path!r}: expected a path in UTF-8, got other bytes in it: rename it"
+            yield f"{key}: {path!r}: expected a path in UTF-8, got other bytes in it: rename it, or set LC_ALL=C.UTF-8"
 
 
 def _model_file_problems(tokenizer: TokenizerConfig, is_made: Callable[[str], bool]) -> Iterator[str]:

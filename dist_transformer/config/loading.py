@@ -153,7 +153,9 @@ def explain(marked: Marked, path: KeyPath, error: Mapping[str, Any], section: ty
     where = f"{marked.place(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
         key, known = str(path[-1]), _model_at(section, path[1:-1]).model_fields
-        sections = Config.model_fields if path[0] in Config.model_fields else ()  # a node of a pipeline is in none
+        sections = (
+            Config.model_fields if len(path) > 1 and path[0] in Config.model_fields else ()
+        )  # of a pipeline: none
         return f"{where}: no such key{_likely(key, known, sections)}"
     if error["type"] == "missing":
         return f"{where}: is required but not given"

@@ -271,7 +271,7 @@ class BeamConfig(Section):
     length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
     max_extra_tokens: Int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
-    max_source_tokens: PositiveInt = Field(2048, description="Longest line, in source tokens, translated at once.")
+    max_source_tokens: Int = Field(2048, ge=2, description="Longest line, in source tokens, translated at once.")
 
 
 class DecodingConfig(BeamConfig):

@@ -47,7 +47,7 @@ def read_yaml(path: Path) -> Marked:
     try:
         text = patiently(path, lambda: path.read_text(encoding="utf-8"), MISPLACED)
     except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file; give the path of a YAML file"]) from None
+        raise ConfigError([f"{path}: no such file or folder; give the path of a YAML file"]) from None
     except IsADirectoryError:
         raise ConfigError([f"{path}: is a folder; give a YAML file: that of a run folder is its config.yaml"]) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -12,7 +12,8 @@ PROGRAM = Path(__file__).with_name("first_run.py")
 HEAD = """# From Python
 
 `import dist_transformer` has ten names, with types (`mypy --strict`), that do what the verbs of the command do; errors are
-exceptions. Nothing slow is imported before it is needed. Trains, resumes, translates and reads what a run wrote:
+exceptions, each a `UserError` where the user or the machine is the cause (`ConfigError` and `MachineError` are such).
+Nothing slow is imported before it is needed. Trains, resumes, translates and reads what a run wrote:
 
 ```python
 {program}```

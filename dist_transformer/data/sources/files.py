@@ -134,5 +134,7 @@ def _expand(name: str | None, data: DataConfig) -> tuple[str, ...]:
         root = "" if os.path.isabs(name) else f" Relative corpus paths start from data.root, which is {data.root!r}."
         raise DataError(f"{os.path.abspath(location)}: {problem}.{root}")
     if unnamed := [file for file in files if file != file.encode("utf-8", "ignore").decode()]:
-        raise DataError(f"{unnamed[0]!r}: expected a name in UTF-8, got other bytes in it: rename it.")
+        raise DataError(
+            f"{unnamed[0]!r}: expected a name in UTF-8, got other bytes in it: rename it, or set LC_ALL=C.UTF-8."
+        )
     return tuple(files)

@@ -78,7 +78,11 @@ def test_an_earlier_job_is_found_by_its_attempts_also_without_slurm(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "nothing: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4"),
+        (
+            "nothing",
+            r"nothing: no such folder, and no job id; expected a run folder \(run.root/run.name\), or a job id like 123",
+        ),
+        (__file__, r"is a file; expected a run folder"),
         (
             "77",
             "job 77: squeue and sacct show no run folder of it, and no run in .* was submitted as it; give its folder, or --root",

@@ -228,7 +228,7 @@ def test_a_folder_is_no_configuration_and_the_file_of_a_run_folder_is_named(tmp_
 
 
 def test_a_missing_file_and_a_bad_override_are_named(tmp_path):
-    assert "no such file; give the path of a YAML file" in one_problem_of(tmp_path / "none.yaml")
+    assert "no such file or folder; give the path of a YAML file" in one_problem_of(tmp_path / "none.yaml")
     assert "'oops': expected section.key=value" in one_problem_of(write(tmp_path, BASE), "oops")
 
 

@@ -70,6 +70,11 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     assert [problem.split(":")[1] for problem in found] == ["5", "7"]
 
 
+def test_the_sections_of_a_run_are_no_keys_of_a_pipeline_and_no_key_of_a_run_is_proposed(tmp_path):
+    [problem] = problems_of(tmp_path / "bad.yaml", GOOD + "validation: {every_steps: 3}\n")
+    assert problem.endswith("validation: no such key; known: root, data_root, set, nodes")
+
+
 def test_an_exported_model_is_for_a_search_alone(tmp_path):
     scored = "  scored: {kind: score, model: {node: fast}, source: x, target: y}\n"
     [problem] = problems_of(tmp_path / "bad.yaml", GOOD + scored)
