@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)]
-RunArgument = Annotated[Path, typer.Argument(help="A YAML file, or a run folder to resume.", show_default=False)]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file.")]
+RunArgument = Annotated[Path, typer.Argument(help="A YAML file, or a run folder to resume.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Settings over those of the file: optimizer.learning_rate=3e-4", show_default=False),
+    list[str] | None, typer.Argument(help="Settings over those of the file: optimizer.learning_rate=3e-4")
 ]
-RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
+RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.")]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
 RUNS = Path("runs")
 
@@ -26,7 +25,7 @@ def write_utf8() -> None:
 
 
 PANEL = "Search (default: as the run's configuration says)"
-ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
+ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.")]
 EnsembleOption = Annotated[
     list[Path] | None,
     typer.Option(help="A further model of the same vocabulary; several are one by their mean probabilities."),
@@ -34,8 +33,7 @@ EnsembleOption = Annotated[
 PluginOption = Annotated[
     str | None,
     typer.Option(
-        help="The code of a model with model.plugin, which is executed: FILE.py:NAME, MODULE:NAME or an entry point.",
-        show_default=False,
+        help="The code of a model with model.plugin, which is executed: FILE.py:NAME, MODULE:NAME or an entry point."
     ),
 ]
 

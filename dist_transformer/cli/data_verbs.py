@@ -20,14 +20,11 @@ Step = Annotated[
     int | None,
     typer.Option(
         help="Number of the global batch, from 1; batches whose fp16 update is skipped count too. Default: the next one: "
-        "the first of a YAML file, or the one after the newest checkpoint of a run folder.",
-        show_default=False,
+        "the first of a YAML file, or the one after the newest checkpoint of a run folder."
     ),
 ]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Rows to print as text and pieces.")]
-Lane = Annotated[
-    int | None, typer.Option(min=0, help="Lane of these rows; default: the first that has some.", show_default=False)
-]
+Lane = Annotated[int | None, typer.Option(min=0, help="Lane of these rows; default: the first that has some.")]
 Processes = Annotated[
     int, typer.Option(min=1, help="Processes on this machine that share the work; as many as it has cores is fastest.")
 ]
@@ -99,7 +96,7 @@ def audit_command(run: RunArgument) -> None:
 @app.command("clean")
 def clean_command(
     file: ConfigArgument,
-    out: Annotated[Path, typer.Argument(help="Folder of the text files.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder of the text files.")],
     overrides: Overrides = None,
 ) -> None:
     """Write the pairs of the training corpora that data.filters keeps, and those that it drops with the rule.

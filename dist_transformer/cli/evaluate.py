@@ -26,9 +26,7 @@ from dist_transformer.run.records import read_record
 
 
 def evaluate_command(
-    run: Annotated[
-        Path | None, typer.Argument(help="A run folder, or a model folder with --source.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(help="A run folder, or a model folder with --source.")] = None,
     split: Annotated[
         str, typer.Option(help="Which corpus of the run's YAML: test, validation, or a name of data.more_validation.")
     ] = "test",
@@ -41,7 +39,7 @@ def evaluate_command(
         Path | None, typer.Option(help="A file of translations to score, in place of a model, with --reference.")
     ] = None,
     language_pair: Annotated[
-        str, typer.Option(help="Of --hypothesis, --source: en-de; decides how zh, ja, ko are cut.", show_default=False)
+        str, typer.Option(help="Of --hypothesis, --source: en-de; decides how zh, ja, ko are cut.")
     ] = "",
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
@@ -57,14 +55,12 @@ def evaluate_command(
         typer.Option(help="Also score it with each line changed by this one of data.modifiers; several may be given."),
     ] = None,
     metric_plugin: Annotated[
-        str | None,
-        typer.Option(help="A measure of your own as well, as validation.plugin: FILE.py:NAME.", show_default=False),
+        str | None, typer.Option(help="A measure of your own as well, as validation.plugin: FILE.py:NAME.")
     ] = None,
     tokenised: Annotated[
         Words | None,
         typer.Option(
-            help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of tokenised text (spaces).",
-            show_default=False,
+            help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of tokenised text (spaces)."
         ),
     ] = None,
 ) -> None:

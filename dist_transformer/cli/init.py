@@ -35,8 +35,8 @@ TwoFiles = Annotated[tuple[Path, Path] | None, typer.Option(help="Source and tar
 
 
 def init_command(
-    source: Annotated[Path, typer.Argument(help="Source text, a sentence a line; or one table.", show_default=False)],
-    target: Annotated[Path | None, typer.Argument(help="Target text, aligned by line.", show_default=False)] = None,
+    source: Annotated[Path, typer.Argument(help="Source text, a sentence a line; or one table.")],
+    target: Annotated[Path | None, typer.Argument(help="Target text, aligned by line.")] = None,
     out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: NAME.yaml.")] = None,
     source_language: Annotated[str | None, typer.Option(help="Its code: en.")] = None,
     target_language: Annotated[str | None, typer.Option(help="Its code: de.")] = None,

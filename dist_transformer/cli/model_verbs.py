@@ -93,13 +93,9 @@ def verify_command(run: RunFolder) -> None:
 
 def export_command(
     model: ModelArgument,
-    out: Annotated[Path, typer.Argument(help="A new folder to write; of argos, a file.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A new folder to write; of argos, a file.")],
     to: Annotated[
-        Format,
-        typer.Option(
-            help="marian: of Hugging Face; marian-npz: Marian itself; ctranslate2; argos: a package.",
-            show_default=False,
-        ),
+        Format, typer.Option(help="marian: of Hugging Face; marian-npz: Marian itself; ctranslate2; argos: a package.")
     ],
     quantization: Annotated[
         Quantization | None, typer.Option(help="Of ctranslate2 and argos: how the matrices are kept; default: fp32.")
@@ -133,13 +129,11 @@ def export_command(
 
 
 def import_command(
-    source: Annotated[Path, typer.Argument(help="The folder of the other program's model.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="A new model folder to write.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="The folder of the other program's model.")],
+    out: Annotated[Path, typer.Argument(help="A new model folder to write.")],
     of: Annotated[
         Literal["marian", "marian-npz", "eole"],
-        typer.Option(
-            "--from", help="marian: of Hugging Face, OPUS-MT; marian-npz: Marian's own; eole.", show_default=False
-        ),
+        typer.Option("--from", help="marian: of Hugging Face, OPUS-MT; marian-npz: Marian's own; eole."),
     ],
 ) -> None:
     """Make a model folder of a model of another program, with the same logits and token ids."""
@@ -176,7 +170,7 @@ def _sections(folder: Path) -> Iterator[str]:
 
 def extend_vocabulary_command(
     model: ModelArgument,
-    output: Annotated[Path, typer.Argument(help="Where to write the new model folder.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Where to write the new model folder.")],
     pieces: Annotated[
         list[str] | None, typer.Option(help="A new piece: <bt>, ▁Wetter; may be given several times.")
     ] = None,

@@ -35,7 +35,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
 app = typer.Typer(help="A graph of verbs, from text to a small, fast model: run it, or look at it.")
-File = Annotated[Path, typer.Argument(help="The YAML file of a pipeline.", show_default=False)]
+File = Annotated[Path, typer.Argument(help="The YAML file of a pipeline.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Keys over those of the file: root=runs/other nodes.teacher.set.training.max_steps=100"),

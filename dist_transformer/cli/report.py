@@ -11,7 +11,7 @@ from dist_transformer.format import print_table
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 
-Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or a folder of runs.", show_default=False)]
+Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or a folder of runs.")]
 
 
 def report_command(

@@ -20,8 +20,8 @@ _LINE = re.compile(r"(\d+) \|\|\| (.*) \|\|\| log_probability= .*\n(-inf|[-+]?(?
 
 def score_command(
     model: ModelArgument,
-    source: Annotated[Path, typer.Option(help="Source file, a sentence a line.", show_default=False)],
-    target: Annotated[Path, typer.Option(help="Its translations, line by line.", show_default=False)],
+    source: Annotated[Path, typer.Option(help="Source file, a sentence a line.")],
+    target: Annotated[Path, typer.Option(help="Its translations, line by line.")],
     ensemble: EnsembleOption = None,
     max_source_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest line of either file, in tokens (default: as for translate).")
@@ -70,10 +70,8 @@ def score_command(
 
 
 def rerank_command(
-    n_best: Annotated[Path, typer.Argument(help="What translate --n-best wrote.", show_default=False)],
-    scores: Annotated[
-        Path, typer.Argument(help="A number for each of its lines, higher is better.", show_default=False)
-    ],
+    n_best: Annotated[Path, typer.Argument(help="What translate --n-best wrote.")],
+    scores: Annotated[Path, typer.Argument(help="A number for each of its lines, higher is better.")],
 ) -> None:
     """Print the translation of each line that has the highest score in a file, of equals the first."""
     from dist_transformer.decoding.sharded_files import numbered_lines

@@ -29,20 +29,14 @@ _VERBS = [
 
 
 def submit_command(
-    run: Annotated[
-        Path | None, typer.Argument(help="A YAML file, or a run folder to resume.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(help="A YAML file, or a run folder to resume.")] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, submit nothing.")] = False,
     stages: Annotated[
         str, typer.Option(help=f"Jobs that follow each other: some of {','.join(STAGES)}, in this order.")
     ] = "train",
-    after: Annotated[
-        str, typer.Option(help="Begin when these jobs have ended well: 12 or 12,13.", show_default=False)
-    ] = "",
-    pipeline: Annotated[
-        Path | None, typer.Option(help="A file of nodes, in place of a run: a job for each.", show_default=False)
-    ] = None,
+    after: Annotated[str, typer.Option(help="Begin when these jobs have ended well: 12 or 12,13.")] = "",
+    pipeline: Annotated[Path | None, typer.Option(help="A file of nodes, in place of a run: a job for each.")] = None,
 ) -> None:
     """Check a run and submit it as a Slurm job that saves, requeues and resumes by itself."""
     wanted = read_stages([word.strip() for word in stages.split(",")])

@@ -35,10 +35,10 @@ def sync_command(run: RunFolder, overrides: Overrides = None) -> None:
 
 @app.command("model")
 def model_command(
-    run: Annotated[Path, typer.Argument(help="The run folder that it comes from.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="The run folder that it comes from.")],
     folder: Annotated[Path | None, typer.Argument(help="A model folder; default: the run's model/.")] = None,
-    register_as: Annotated[str | None, typer.Option(help="Register it under this name.", show_default=False)] = None,
-    alias: Annotated[str | None, typer.Option(help="Alias of that version: champion.", show_default=False)] = None,
+    register_as: Annotated[str | None, typer.Option(help="Register it under this name.")] = None,
+    alias: Annotated[str | None, typer.Option(help="Alias of that version: champion.")] = None,
 ) -> None:
     """Upload a model folder of a run, such as one that `average` made, so that MLflow can serve it."""
     from dist_transformer.decoding.loaded_model import model_folder_of
@@ -60,8 +60,8 @@ def model_command(
 @app.command("end")
 def end_command(
     run: RunFolder,
-    job: Annotated[str, typer.Option(help="The job, as the batch script names it.", show_default=False)],
-    attempt: Annotated[int, typer.Option(help="Which attempt of it has ended.", show_default=False)],
+    job: Annotated[str, typer.Option(help="The job, as the batch script names it.")],
+    attempt: Annotated[int, typer.Option(help="Which attempt of it has ended.")],
     seconds: Annotated[int, typer.Option(min=1, help="How long to try.")] = 10,
 ) -> None:
     """Report the end of a job's last attempt to MLflow; the batch script does. Unsent events wait for `sync`."""
