@@ -10,14 +10,7 @@ import typer
 from dist_transformer.cli import arguments as options
 from dist_transformer.config.data_schema import MODIFIERS
 from dist_transformer.config.metrics import Words
-from dist_transformer.decoding.evaluation import (
-    Scored,
-    Text,
-    evaluate_model,
-    measured_by,
-    read_aligned,
-    report_to_mlflow,
-)
+from dist_transformer.decoding import evaluation
 from dist_transformer.errors import UserError
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.plugins import find
@@ -97,24 +90,24 @@ def evaluate_command(
         metric.load()  # its errors are reported before hours of translating
     if run is None:
         assert hypothesis is not None
-        translations, others = read_aligned(hypothesis, [*(references or []), *filter(None, [source])])
+        translations, others = evaluation.read_aligned(hypothesis, [*(references or []), *filter(None, [source])])
         if translations and translations[0].startswith('{"source": '):
             raise UserError(
                 f"--hypothesis {hypothesis}: expected text, got what `translate --json` writes; leave it out there"
             )
         sources = others.pop() if source is not None else []
         print(f"{hypothesis.name}: {len(translations)} lines, {len(others)} references each")
-        _print_scores(measured_by(translations, Text(sources, others), code, tokenised, metric))
+        _print_scores(evaluation.measured_by(translations, evaluation.Text(sources, others), code, tokenised, metric))
         return
-    found = evaluate_model(
+    found = evaluation.evaluate_model(
         run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None, code, **search
     )  # fmt: skip
     _print_and_write(found, engine, output)
     if output is None and found.run is not None:
-        report_to_mlflow(found)
+        evaluation.report_to_mlflow(found)
 
 
-def _print_and_write(found: Scored, engine: Engine, output: Path | None) -> None:
+def _print_and_write(found: evaluation.Scored, engine: Engine, output: Path | None) -> None:
     """Prints the scores of a model, and where they are; `output` gets them with the speed."""
     name, scores = found.name, found.scores
     print(f"{name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}")

@@ -15,13 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cluster.checks import (
-    after_problems,
-    busy_problems,
-    memory_problems,
-    sbatch_problems,
-    submission_problems,
-)
+from dist_transformer.cluster import checks
 from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.jobs import Job, job_of
 from dist_transformer.cluster.profiles import fill_from_profile
@@ -84,7 +78,7 @@ def checked_submission(
     lines = (*config.slurm.setup, *config.slurm.environment)
     if config.tracking.enabled and not any(ADDRESS_VARIABLE in line for line in lines):
         tracking_address(config.tracking)  # the job inherits the variable: raises if it holds no address
-    problems = [*first_pairs_problems(config), *(() if dry_run else after_problems(after))]
+    problems = [*first_pairs_problems(config), *(() if dry_run else checks.after_problems(after))]
     submission = plan_submission(config, run_dir, stages=stages, after=after, problems=problems, dry_run=dry_run)
     return submission, config.slurm
 
@@ -131,10 +125,11 @@ def plan_submission(
         dry_run: for display only: works without Slurm, and while a job works on the run folder.
         is_anew: what is in the run folder now will be set aside, and does not count.
     """
-    found = [*memory_problems(config), *problems, *([] if is_anew else stage_problems(config, run_dir, stages, after))]
+    found = [*checks.memory_problems(config), *problems]
+    found += [] if is_anew else stage_problems(config, run_dir, stages, after)
     num_parameters = count_parameters(with_counted_pieces(config))
-    found += submission_problems(config, run_dir, num_parameters, is_after_others=bool(after), is_anew=is_anew)
-    found += [] if dry_run else [*sbatch_problems(), *busy_problems(run_dir)]
+    found += checks.submission_problems(config, run_dir, num_parameters, is_after_others=bool(after), is_anew=is_anew)
+    found += [] if dry_run else [*checks.sbatch_problems(), *checks.busy_problems(run_dir)]
     if found:
         raise ConfigError(found, "cannot submit:")
     run_dir = RunDir(run_dir.path.absolute())
@@ -156,7 +151,7 @@ def submit(submission: Submission) -> dict[str, str]:
     """
     run_dir, ids, after = submission.run_dir, dict[str, str](), submission.after
     with while_nobody_submits(run_dir):
-        if found := busy_problems(run_dir):  # of a submission that has ended since the checks
+        if found := checks.busy_problems(run_dir):  # of a submission that has ended since the checks
             raise ConfigError(found, "cannot submit:")
         newest = newest_job_id(run_dir)
         if newest and may_be_hidden(run_dir, newest) and not (told := ask_slurm(RunRef(run_dir, newest))).was_asked:

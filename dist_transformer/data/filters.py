@@ -17,19 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig, FilterConfig
+from dist_transformer.data import sentences
 from dist_transformer.data.languages import detector
-from dist_transformer.data.sentences import (
-    DIGIT,
-    LETTER,
-    PUNCTUATION,
-    SYMBOL,
-    Keys,
-    Mask,
-    Sentences,
-    comparable,
-    contained,
-    pair_keys,
-)
+from dist_transformer.data.sentences import Keys, Mask, Sentences, comparable, contained, pair_keys
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
@@ -209,11 +199,11 @@ class Cleaner:
         forms = [each if self.is_former else [*map(comparable, each)] for each in both]
         keyed = [side if form == each else Sentences(form) for side, form, each in zip(sides, forms, both, strict=True)]
         of_one_side: dict[str, Callable[[Sentences], Mask]] = {
-            "letters": lambda side: side.share(LETTER) < on["letters"],
-            "digits": lambda side: side.share(DIGIT) > on["digits"],
-            "punctuation": lambda side: side.share(PUNCTUATION, SYMBOL) > on["punctuation"],
+            "letters": lambda side: side.share(sentences.LETTER) < on["letters"],
+            "digits": lambda side: side.share(sentences.DIGIT) > on["digits"],
+            "punctuation": lambda side: side.share(sentences.PUNCTUATION, sentences.SYMBOL) > on["punctuation"],
             "repeated": lambda side: side.repeats(int(on["repeated"])),
-            "numbers": lambda side: side.number(DIGIT) >= int(on["numbers"]),
+            "numbers": lambda side: side.number(sentences.DIGIT) >= int(on["numbers"]),
         }
         broken = {rule: is_bad(sides[0]) | is_bad(sides[1]) for rule, is_bad in of_one_side.items() if rule in on}
         if "numbers" in on:  # so far of all pairs that have one
@@ -226,7 +216,7 @@ class Cleaner:
             if rule in on:
                 broken[rule] = np.zeros(len(bare), np.bool_)
                 for side, texts, (own, other) in zip(sides, (bare, text.target), languages, strict=True):
-                    long = side.number(LETTER) >= on[rule]
+                    long = side.number(sentences.LETTER) >= on[rule]
                     is_other = detector(rule, own, other)([*compress(texts, long)])
                     broken[rule][long] |= np.array(is_other, np.bool_)
         if self.settings.scores:

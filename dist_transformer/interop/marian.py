@@ -18,25 +18,13 @@ from dist_transformer.config.section import Bool, Fraction, PositiveInt
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import write_json, write_text
+from dist_transformer.interop import marian_vocabulary, model_folder
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import Rows, read_tensors
-from dist_transformer.interop.marian_vocabulary import (
-    LONGEST_TOKENS,
-    export_vocabulary,
-    import_vocabulary,
-    read_object,
-    read_tokenizer_names,
-)
+from dist_transformer.interop.marian_vocabulary import export_vocabulary, import_vocabulary, read_object
 from dist_transformer.interop.marian_weights import from_marian, to_marian
 from dist_transformer.interop.model_card import CARD, Origin, exported_card
-from dist_transformer.interop.model_folder import (
-    LoadedModel,
-    ModelInformation,
-    card_of,
-    save_model_folder,
-    tokenizer_files,
-    write_safetensors,
-)
+from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, save_model_folder, write_safetensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
@@ -64,7 +52,7 @@ def import_marian(source: Path, out: Path) -> None:
     if file is None:
         raise CheckpointError(f"{source}: no weights, expected {WEIGHTS} or {PICKLED_WEIGHTS}.")
     weights = from_marian(read_tensors(file), config, sides[0][1], sides[1][1])
-    names = read_tokenizer_names(source)
+    names = marian_vocabulary.read_tokenizer_names(source)
     languages, how = (names["source_lang"], names["target_lang"]), "imported from a MarianMTModel of Hugging Face"
     save_imported(out, weights, config, sides, ids, languages, how)
 
@@ -196,7 +184,7 @@ def save_imported(
         Path(folder, "source.model").write_bytes(of_source)
         if of_target != of_source:
             Path(folder, "target.model").write_bytes(of_target)
-        save_model_folder(out, weights, config, tokenizer_files(Path(folder)), information, Origin(how))
+        save_model_folder(out, weights, config, model_folder.tokenizer_files(Path(folder)), information, Origin(how))
 
 
 def export_marian(loaded: LoadedModel, out: Path) -> None:
@@ -211,7 +199,7 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
         write_safetensors({name: each.detach() for name, each in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
         write_json(folder / CONFIG, _marian_config(config, information, num_source, num_target))
         write_json(folder / GENERATION, _generation_config(information))
-        write_text(folder / CARD, exported_card("marian", card_of(loaded), asdict(information)))
+        write_text(folder / CARD, exported_card("marian", model_folder.card_of(loaded), asdict(information)))
 
 
 def refuse_others(config: ModelConfig, allowed: Mapping[str, Sequence[str]], others: Sequence[str] = ()) -> None:
@@ -256,7 +244,7 @@ def _marian_config(
         "static_position_embeddings": True,
         "share_encoder_decoder_embeddings": config.shared_embeddings,
         "tie_word_embeddings": config.tied_output,
-        "max_position_embeddings": LONGEST_TOKENS,
+        "max_position_embeddings": marian_vocabulary.LONGEST_TOKENS,
         **_special_ids(information),
         "dtype": "float32",
     }
@@ -280,5 +268,5 @@ def _generation_config(information: ModelInformation) -> dict[str, Any]:
         "bad_words_ids": [[number] for number in never],
         "num_beams": search.beam_size,
         "length_penalty": LENGTH_PENALTY,
-        "max_length": LONGEST_TOKENS,
+        "max_length": marian_vocabulary.LONGEST_TOKENS,
     }

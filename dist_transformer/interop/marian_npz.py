@@ -22,17 +22,11 @@ from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts, with_rows
 from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.files import MISPLACED, patiently, write_text
+from dist_transformer.interop import marian_vocabulary
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled
 from dist_transformer.interop.marian import LENGTH_PENALTY, model_of, refuse_others, save_imported
-from dist_transformer.interop.marian_vocabulary import (
-    SOURCE,
-    TARGET,
-    numbered_pieces,
-    read_object,
-    renumber,
-    special_pieces,
-)
+from dist_transformer.interop.marian_vocabulary import SOURCE, TARGET, read_object, renumber, special_pieces
 from dist_transformer.interop.marian_weights import layer_tensors
 from dist_transformer.interop.model_card import CARD, exported_card
 from dist_transformer.interop.model_folder import LoadedModel, card_of
@@ -162,7 +156,7 @@ def _vocabularies(
         protos = [read_pieces_file(paths[0].parent / name) for name in (SOURCE, TARGET)]
         numbers = [read_object(path, partial(load, are_texts=True)) for path in paths]
         numbers = [{text: int(id) if str(id).isdecimal() else id for text, id in each.items()} for each in numbers]
-    pieces = [numbered_pieces(each, path, rows) for each, path in zip(numbers, paths, strict=True)]
+    pieces = [marian_vocabulary.numbered_pieces(each, path, rows) for each, path in zip(numbers, paths, strict=True)]
     is_shared = "target_embedding.weight" not in embeddings
     if is_shared and pieces[0] != pieces[1]:
         raise UserError(f"{paths[0]} and {paths[1]}: other pieces for one matrix of both sides; take the model's own")

@@ -6,18 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.data.special_tokens import SpecialTokens
-from dist_transformer.data.tokenizer.model_file import (
-    BLANK,
-    Kind,
-    SpecialPieces,
-    names_of_rows,
-    never_produced,
-    produced,
-    read_pieces_file,
-    renumbered,
-    texts,
-    without,
-)
+from dist_transformer.data.tokenizer import model_file
+from dist_transformer.data.tokenizer.model_file import BLANK, Kind, SpecialPieces, read_pieces_file, texts
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, round_up
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.files import MISPLACED, patiently, write_json
@@ -80,8 +70,8 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
             "their pieces differently: this folder cannot be right; take the tokenizers that it was trained with"
         )
     for name, path, proto in zip((SOURCE, TARGET), paths, protos, strict=True):
-        left_out = {*never_produced(proto), *(piece for piece in texts(proto) if _language_code(piece) != piece)}
-        (folder / name).write_bytes(without(proto, left_out) if left_out else path.read_bytes())
+        left_out = {*model_file.never_produced(proto), *(text for text in texts(proto) if _language_code(text) != text)}
+        (folder / name).write_bytes(model_file.without(proto, left_out) if left_out else path.read_bytes())
     write_json(folder / VOCABULARY, vocabularies[0])
     if not is_shared:
         write_json(folder / TARGET_VOCABULARY, vocabularies[1])
@@ -150,7 +140,7 @@ def special_pieces(pieces: Sequence[list[str]], unknown: str, ids: SpecialTokens
 def _not_in(numbered: list[str], protos: Sequence[Any]) -> list[str]:
     """Pieces that text may be cut into, but that have no number; each once."""
     known = set(numbered)
-    return list(dict.fromkeys(text for proto in protos for text in produced(proto) if text not in known))
+    return list(dict.fromkeys(text for proto in protos for text in model_file.produced(proto) if text not in known))
 
 
 def _imported(proto: Any, numbered: list[str], added: list[str], special: SpecialPieces) -> tuple[bytes, Rows]:
@@ -158,13 +148,13 @@ def _imported(proto: Any, numbered: list[str], added: list[str], special: Specia
     codes = {text: blank + text for text in set(numbered) - set(texts(proto)) if text[:2] == ">>" and text[-2:] == "<<"}
     pieces = [codes.get(text, text) for text in (*numbered, *added)]
     rows = Rows(len(numbered), len(added), round_up(len(pieces)), numbered.index(special.unknown))
-    return renumbered(proto, pieces, special, codes.values()), rows
+    return model_file.renumbered(proto, pieces, special, codes.values()), rows
 
 
 def _marian_vocabulary(proto: Any, pad_id: int) -> dict[str, int]:
     """Content of vocab.json: the id of each piece; padding without a piece gets one."""
     pieces = [_language_code(text) for text in texts(proto)]
-    named = names_of_rows(pieces, max(len(pieces), pad_id + 1), pad_id)
+    named = model_file.names_of_rows(pieces, max(len(pieces), pad_id + 1), pad_id)
     return {text: number for number, text in enumerate(named)}
 
 

@@ -13,6 +13,7 @@ import dist_transformer
 from dist_transformer.cli import submit as submit_module
 from dist_transformer.cli.pipeline import submit_pipeline
 from dist_transformer.cli.submit import submit_run
+from dist_transformer.cluster import checks
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.checks import memory_problems
 from dist_transformer.cluster.submit import read_job_ids, read_stages
@@ -162,9 +163,7 @@ def test_a_dry_run_prints_every_command_and_every_script_and_submits_nothing(
 def test_what_does_not_fit_the_gpus_is_told_with_the_other_problems(
     config: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        cluster_submit, "memory_problems", lambda given: [f"{given.slurm.gpu_memory_gb} GB are too few"]
-    )
+    monkeypatch.setattr(checks, "memory_problems", lambda given: [f"{given.slurm.gpu_memory_gb} GB are too few"])
     with pytest.raises(ConfigError) as caught:
         submit_run(config, ["slurm.gpu_memory_gb=8", "slurm.gpus_per_node=1", "slurm.time_limit='1:00'"])
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["8.0 GB are too few", "slurm.time_limit"]
