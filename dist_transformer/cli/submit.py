@@ -114,12 +114,8 @@ def submit_run(
     after: Sequence[str] = (),
     dry_run: bool = False,
 ) -> None:
-    """Submits a YAML file or a run folder, and prints the jobs and the commands to watch and stop them.
-
-    Raises:
-        ConfigError: all problems of the run together.
-        SlurmError: sbatch failed.
-    """
+    """Submits a YAML file or a run folder, and prints the jobs and the commands to watch and stop them. Raises ConfigError:
+    all problems of the run together; SlurmError: sbatch failed."""
     submission, slurm = checked_submission(run, overrides, stages, after, dry_run=dry_run)
     nodes = f"{slurm.nodes} node{'s' if slurm.nodes > 1 else ''}"
     ranks = f"{slurm.ranks_per_node} rank{'s' if slurm.ranks_per_node > 1 else ''}"

@@ -31,11 +31,8 @@ SUSPENDED_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class NextNodes:
-    """Nodes of the job on which ranks may start at once.
-
-    Attributes:
-        words: which nodes that the ranks before had are left out, and why; empty without any.
-    """
+    """Nodes of the job on which ranks may start at once. `words`: which nodes that the ranks before had are left out, and
+    why; empty without any."""
 
     nodes: tuple[str, ...]
     words: str

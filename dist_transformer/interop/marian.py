@@ -38,13 +38,9 @@ Id = Annotated[int, Field(ge=0, strict=True)]
 
 
 def import_marian(source: Path, out: Path) -> None:
-    """Converts the folder `source` to a model folder with the same logits and token ids.
-
-    Raises:
-        CheckpointError: weights are missing, damaged, or not those of their settings.
-        DataError: a file is missing or invalid.
-        UserError: a setting has no counterpart here.
-    """
+    """Converts the folder `source` to a model folder with the same logits and token ids. Raises CheckpointError: weights
+    are missing, damaged, or not those of their settings; DataError: a file is missing or invalid; UserError: a setting has
+    no counterpart here."""
     settings = read_settings(source / CONFIG)
     config, ids = settings.config, settings.ids
     sides = import_vocabulary(source, settings.sizes, settings.share_encoder_decoder_embeddings, ids)
@@ -138,12 +134,8 @@ class MarianSettings(BaseModel):
 
 
 def read_settings(path: Path) -> MarianSettings:
-    """Reads config.json, where null counts as missing.
-
-    Raises:
-        DataError: the file is missing, or no JSON object.
-        UserError: all entries that are missing, of the wrong type, or without a counterpart here, together.
-    """
+    """Reads config.json, where null counts as missing. Raises DataError: the file is missing, or no JSON object; UserError:
+    all entries that are missing, of the wrong type, or without a counterpart here, together."""
     try:
         return MarianSettings(**{name: value for name, value in read_object(path).items() if value is not None})
     except ValidationError as error:

@@ -24,12 +24,9 @@ def import_vocabulary(
     folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialTokens
 ) -> list[tuple[bytes, Rows]]:
     """Returns, of the source and of the target, the content of the sentencepiece model, and the rows of the vocabulary.
+    Raises DataError: a file is missing or invalid; UserError: the vocabulary has no counterpart here.
 
     `sizes`: the rows of Marian's matrices.
-
-    Raises:
-        DataError: a file is missing or invalid.
-        UserError: the vocabulary has no counterpart here.
     """
     protos = [read_pieces_file(folder / name) for name in (SOURCE, TARGET)]
     names = (VOCABULARY, VOCABULARY if is_shared else TARGET_VOCABULARY)

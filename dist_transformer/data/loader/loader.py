@@ -102,12 +102,9 @@ class LaneLoader:
             self._ask(lane)
 
     def next_step(self) -> LocalStep:
-        """Returns one micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
-
-        Raises:
-            DataError, MachineError: a row group cannot be read, or no longer in a window that was begun with it.
-            MachineError: the loader stalls, or one of its processes was killed.
-        """
+        """Returns one micro-batch for each lane of this rank; None for a lane that has none left in this epoch. Raises
+        DataError, MachineError: a row group cannot be read, or no longer in a window that was begun with it; MachineError:
+        the loader stalls, or one of its processes was killed."""
         batches = [self._next_of(lane) for lane in self._lanes]
         dropped, quarantined = self._dropped, tuple(self._newly_quarantined)
         self._dropped, self._newly_quarantined = Counter(), []

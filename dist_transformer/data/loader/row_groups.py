@@ -22,11 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class UnreadableRowGroup(Exception):
-    """A row group cannot be read, or its content is not as expected; the text is the reason.
-
-    Attributes:
-        is_outage: True if the disk or the network failed, so that it may be readable later; else the file is bad.
-    """
+    """A row group cannot be read, or its content is not as expected; the text is the reason. `is_outage`: the disk or the
+    network failed, so that it may be readable later; else the file is bad."""
 
     def __init__(self, reason: str, is_outage: bool = False) -> None:
         super().__init__(reason)

@@ -36,12 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class RowReader:
-    """Reads rows of a prepared corpus; can be sent to another process. Opens files and the tokenizer when needed.
-
-    Args:
-        folder: the prepared folder.
-        sampling: share of merges left out, or alpha of unigram sampling, where text is tokenized; 0: none.
-    """
+    """Reads rows of the prepared corpus in `folder`; can be sent to another process. Opens files and the tokenizer when
+    needed. `sampling`: share of merges left out, or alpha of unigram sampling, where text is tokenized; 0: none."""
 
     def __init__(self, folder: Path, manifest: Manifest, data: DataConfig, sampling: float, seed: int) -> None:
         self._folder, self._data = folder, data
@@ -56,12 +52,8 @@ class RowReader:
         return {"numpy": order_probe(), **({"sentencepiece": self._sampler.probe()} if texts else {})}
 
     def read(self, request: WindowRequest) -> TokenRows:
-        """Reads the rows of a window, slice by slice.
-
-        Raises:
-            DataError: a row group cannot be read, and `data.on_bad_row_group` is `raise`.
-            MachineError: as DataError, but because the disk or the network fails.
-        """
+        """Reads the rows of a window, slice by slice. Raises DataError: a row group cannot be read, and
+        `data.on_bad_row_group` is `raise`; MachineError: as DataError, but because the disk or the network fails."""
         groups, quarantined = self._read_groups(request)
         pieces = [piece for piece in request.slices if (piece.corpus, piece.row_group) in groups]
         parts = self._sampler.run(request.key, lambda: [self._rows(piece, groups) for piece in pieces])

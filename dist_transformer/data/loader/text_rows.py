@@ -27,12 +27,8 @@ _load = lru_cache(maxsize=1)(Tokenizer.load)
 
 @dataclass(frozen=True)
 class Sampler:
-    """The tokenizer of a run with subword sampling.
-
-    Attributes:
-        folder: the prepared folder that contains `files`.
-        sampling: share of merges left out, or alpha of unigram sampling; 0: none.
-    """
+    """The tokenizer of a run, whose `files` are in the prepared `folder`, with subword sampling. `sampling`: share of merges
+    left out, or alpha of unigram sampling; 0: none."""
 
     folder: Path
     files: TokenizerFiles

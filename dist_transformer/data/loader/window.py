@@ -60,12 +60,8 @@ class Window:
 
 
 class WindowBuilder:
-    """Builds windows. Has no open files itself: safe to send to another process.
-
-    Args:
-        max_tokens: largest micro-batch, padding included.
-        special: `pad` fills rows.
-    """
+    """Builds windows, of micro-batches of at most `max_tokens`, padding included; `special.pad` fills their rows. Has no
+    open files itself: safe to send to another process."""
 
     def __init__(self, reader: RowReader, max_tokens: int, special: SpecialTokens, seed: int) -> None:
         self._reader, self._max_tokens, self._special, self._seed = reader, max_tokens, special, seed

@@ -72,11 +72,8 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """Input of a loader process for a window; the same request gives the same window everywhere.
-
-    Attributes:
-        quarantined: (corpus, row group) of row groups that were quarantined when the window was first built.
-    """
+    """Input of a loader process for a window; the same request gives the same window everywhere. `quarantined`: (corpus,
+    row group) of row groups that were quarantined when the window was first built."""
 
     key: WindowKey
     slices: tuple[RowSlice, ...]

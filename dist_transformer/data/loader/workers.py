@@ -54,8 +54,7 @@ class WindowStream:
     """Windows by request, built by `num_workers` processes once requested; without processes, when they are taken.
     Raises MachineError: the processes cannot be started.
 
-    Args:
-        here: requests that are built in this process when they are taken, without `ask`.
+    `here`: requests that are built in this process when they are taken, without `ask`.
     """
 
     def __init__(self, builder: WindowBuilder, here: set[WindowRequest], settings: LoaderSettings) -> None:
@@ -80,12 +79,8 @@ class WindowStream:
         self._early, self._here = {}, set()
 
     def take(self, request: WindowRequest) -> Window:
-        """Returns the window of a request that was passed to `ask`.
-
-        Raises:
-            UserError: it cannot be read.
-            MachineError: it does not arrive in time, or a process was killed.
-        """
+        """Returns the window of a request that was passed to `ask`. Raises UserError: it cannot be read; MachineError: it
+        does not arrive in time, or a process was killed."""
         if not self._processes or request in self._here:
             self._here.discard(request)
             return self._builder.build(request)

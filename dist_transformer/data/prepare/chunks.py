@@ -42,12 +42,7 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class MadeChunks:
-    """The chunks of one corpus.
-
-    Attributes:
-        total: sum of the counts of all chunks.
-        shards: shards of the validation corpus.
-    """
+    """The chunks of one corpus, and the sum of their counts. `shards`: those of the validation corpus."""
 
     chunks: tuple[Chunk, ...]
     total: Chunk

@@ -29,12 +29,9 @@ WORK_FOLDER, LABEL, REPORT_NAME = ".clean", "data-clean.unfinished", "clean.json
 
 
 def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]:
-    """Writes the files of all training corpora; returns the content of clean.json.
-
-    Raises:
-        UserError: `out` has something that is not ours, another process cleans into it, or it cannot be written.
-        DataError: a corpus cannot be read, or a rule cannot be applied to it.
-    """
+    """Writes the files of all training corpora; returns the content of clean.json. Raises UserError: `out` has something
+    that is not ours, another process cleans into it, or it cannot be written; DataError: a corpus cannot be read, or a
+    rule cannot be applied to it."""
     check_output(out, "a folder of cleaned text", is_cleaned)
     config = at_commits(config, hub_commits(config.data.training_corpora().values()))  # for all passes over the text
     with writing(out), _work_folder(out) as work:

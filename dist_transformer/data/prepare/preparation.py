@@ -83,8 +83,7 @@ def prepare(
     Several processes that call it at once, on any machines with access to the folder, share the work.
     DataError for a corpus or tokenizer that cannot be used, and for a folder that was prepared with another recipe.
 
-    Args:
-        threads: number of threads that tokenize; None: the number of cores.
+    `threads`: number of threads that tokenize; None: the number of cores.
     """
     recipe = recipe or cache(partial(make_recipe, config))
     folder = folder or prepared_folder(config, recipe)

@@ -80,11 +80,8 @@ def scan_aligned(source: str, target: str, refuse_bad_encoding: bool, progress: 
 
 
 def aligned_reader(source: str, target: str, drop: bool) -> PairReader[tuple[bytes, bytes]]:
-    """Returns a reader of two files; DataError, with both totals, if one ends before the other.
-
-    Args:
-        drop: mark invalid UTF-8 instead of refusing it.
-    """
+    """Returns a reader of two files; DataError, with both totals, if one ends before the other. `drop`: mark invalid UTF-8
+    instead of refusing it."""
 
     def parse(first: int, lines: list[tuple[bytes, bytes]]) -> Pairs:
         sides = [line for line, _ in lines], [line for _, line in lines]

@@ -34,12 +34,8 @@ class Reader(Protocol):
 
 
 class PairReader(Generic[Raw]):
-    """A `Reader` of lines, or of other items that are cheap to read and are parsed only when they are wanted.
-
-    Args:
-        raw: one item for each pair.
-        parse: parses items into pairs, given the number of the first item, counted from 0.
-    """
+    """A `Reader` of lines, or of other items, one for each pair, that are cheap to read and are parsed only when they are
+    wanted. `parse` is given the number of the first item, counted from 0, and the items."""
 
     def __init__(self, raw: Iterator[Raw], parse: Callable[[int, list[Raw]], Pairs]) -> None:
         self._raw, self._parse = raw, parse

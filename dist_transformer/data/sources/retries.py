@@ -31,8 +31,7 @@ Result = TypeVar("Result")
 def with_retries(read: Callable[[], Result], warn: Callable[[str], None]) -> Result:
     """Returns the result of `read`, tried up to READ_ATTEMPTS times with pauses of 0.1, 0.2, 0.4 ... 5 s plus up to 0.1 s.
 
-    Args:
-        warn: called after each failed attempt but the last, whose exception is raised, and also ends the retries around.
+    `warn` is called after each failed attempt but the last, whose exception is raised, and also ends the retries around.
     """
     pause, attempt = FIRST_PAUSE_SECONDS, 1
     while True:
