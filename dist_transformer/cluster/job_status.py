@@ -46,6 +46,8 @@ def report(target: RunRef) -> Document:
     look = f"dist-transformer logs {target.run_dir.quoted}, then " if log and not (job and is_done) else ""
     is_left = (is_over or target.job_id is None) and view.state != "finished" and not view.is_alive(now)
     is_unbegun = is_over and not is_done and not worked_on(target.run_dir, target.job_id)
+    end = {} if is_unbegun else view.last_end
+    exit_text = exit_code_in_words(end["exit_code"]) if isinstance(end.get("exit_code"), int) else None
     try:
         goodput = goodput_of(target.run_dir, now)
     except OSError as error:
@@ -59,8 +61,11 @@ def report(target: RunRef) -> Document:
         "set_aside": view.set_aside,
         "attempt": attempt.get("attempt"),
         "failure_reason": next(failures, {}).get("reason") if view.state == "failed" else None,
-        **_of_last_end({} if is_unbegun else view.last_end),
-        **({"last_exit_text": "before its ranks started"} if is_unbegun else {}),
+        "last_end_time": end.get("time"),
+        "last_exit_code": end.get("exit_code"),
+        "last_exit_text": "before its ranks started" if is_unbegun else exit_text,
+        "last_end_reason": end.get("reason"),
+        "last_end_requeued": end.get("requeued"),
         "starts": view.starts,
         "excluded_nodes": view.excluded,
         "divergences": len(view.divergences),
@@ -187,17 +192,6 @@ def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None)
     """The view without the heartbeat of a rank that Slurm ended; another job's, or one without a job, is kept."""
     is_of_it = view.owner.get("job") in {job_id, job.number if job else job_id}
     return replace(view, owner={}, heartbeat_time=None) if is_of_it else view
-
-
-def _of_last_end(end: Document) -> Document:
-    code = end.get("exit_code")
-    return {
-        "last_end_time": end.get("time"),
-        "last_exit_code": code,
-        "last_exit_text": exit_code_in_words(code) if isinstance(code, int) else None,
-        "last_end_reason": end.get("reason"),
-        "last_end_requeued": end.get("requeued"),
-    }
 
 
 def _of_job(job: QueuedJob) -> Document:

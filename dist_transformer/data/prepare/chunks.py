@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.filters import Cleaner
+from dist_transformer.data.filters import LENGTH_RULES, Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, TextColumns
 from dist_transformer.data.prepare import scan, shards
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
@@ -198,9 +198,8 @@ class Units:
         counts, shard = Chunk.together([counts for _, counts in rows]), None
         rows.clear()  # the tables are replaced while a spill file is written
         if counts.rows and name in self._training:
-            shards.write_spill(
-                tables, self._spill(name, chunk), self._config.run.seed, self._training.index(name), chunk
-            )
+            corpus = self._training.index(name)
+            shards.write_spill(tables, self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
             shard = asdict(self._write_shard(name, chunk, pa.concat_tables(tables)))
         return {"counts": asdict(counts), "shard": shard}
@@ -239,7 +238,8 @@ class Units:
 
     def _estimated(self, name: str, rows: int) -> tuple[int, int]:
         sample = self._state.samples[name]
-        return scan.estimated_tokens(sample, rows, sample.rows_of_text)
+        kept_by_text = sample.rows + sum(sample.dropped.get(rule, 0) for rule in LENGTH_RULES)
+        return scan.estimated_tokens(sample, rows, kept_by_text)
 
     def _shards(self, results: Iterator[Any]) -> tuple[Shard, ...]:
         return tuple(SHARD.validate_python(result) for result in results if result is not None)

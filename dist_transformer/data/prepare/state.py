@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dist_transformer.data.filters import LENGTH_RULES
 from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.errors import DataError
@@ -40,11 +39,6 @@ class Chunk:
     repaired: int = 0
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     unknown: tuple[int, ...] = (0, 0)
-
-    @property
-    def rows_of_text(self) -> int:
-        """Number of rows that are not dropped by their text, before it is tokenized."""
-        return self.rows + sum(self.dropped.get(rule, 0) for rule in LENGTH_RULES)
 
     @staticmethod
     def together(chunks: Sequence["Chunk"]) -> "Chunk":
