@@ -34,9 +34,8 @@ def demo_command(
     run_dir = RunDir(root / "demo-tour")
     check_output(run_dir.path, "a run of the demo", _is_demo_run)
     remove_former_run(run_dir)
-    train = _command(
-        "train", share_folder("configs") / "demo.yaml", f"run.root={root}", "run.name=demo-tour", "--ranks", ranks
-    )
+    config = share_folder("configs") / "demo.yaml"
+    train = _command("train", config, f"run.root={root}", "run.name=demo-tour", "--ranks", ranks)
     _say(f"1/4 Training on {ranks} ranks; it will be stopped after step {STOP_AT_STEP}.")
     process = subprocess.Popen(train)
     while process.poll() is None and max((r["step"] for r in read_records(run_dir.metrics)), default=0) < STOP_AT_STEP:

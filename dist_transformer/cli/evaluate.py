@@ -58,9 +58,7 @@ def evaluate_command(
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
-    search = {
-        "beam_size": beam, "length_penalty": length_penalty, "too_long": too_long, "max_source_tokens": max_source_tokens,
-    }  # fmt: skip
+    search = dict(beam_size=beam, length_penalty=length_penalty, too_long=too_long, max_source_tokens=max_source_tokens)
     if (run is None) == (hypothesis is None):
         raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
     if language_pair and hypothesis is None and source is None:

@@ -31,9 +31,8 @@ def render_script(name: str, slurm: SlurmConfig, code: Path, folders: Iterable[P
     lines = (share_folder("slurm") / name).read_text(encoding="utf-8").splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_BEGIN))
     end = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_END))
-    return "\n".join(
-        [*lines[: begin + 1], *_settings(slurm, code, folders, name != "prepare.sbatch"), *lines[end:], ""]
-    )
+    settings = _settings(slurm, code, folders, name != "prepare.sbatch")
+    return "\n".join([*lines[: begin + 1], *settings, *lines[end:], ""])
 
 
 def needed_folders(config: Config, root: Path) -> list[Path]:
@@ -58,9 +57,8 @@ def with_folders_of(folders: Iterable[Path], paths: Iterable[Path]) -> list[Path
 def _settings(slurm: SlurmConfig, code: Path, folders: Iterable[Path], may_use_gpus: bool) -> list[str]:
     # The submitting interpreter is the host's; the image has its own on its PATH.
     inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
-    if (
-        inside and slurm.container_runtime == "pyxis" and slurm.gpus_per_node and may_use_gpus
-    ):  # enroot shows none without
+    if inside and slurm.container_runtime == "pyxis" and slurm.gpus_per_node and may_use_gpus:
+        # enroot shows none without
         inside |= {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in {**inside, **slurm.environment}.items()),

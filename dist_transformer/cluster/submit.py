@@ -56,9 +56,8 @@ class Submission:
     def commands(self) -> list[str]:
         """The calls of sbatch as shell commands; a job id that is not known yet is the stage in capitals."""
         waits = [self.after, *((job.stage.upper(),) for job in self.jobs)]
-        return [
-            shlex.join(["sbatch", *job.sbatch_arguments(after)]) for job, after in zip(self.jobs, waits, strict=False)
-        ]
+        calls = (job.sbatch_arguments(after) for job, after in zip(self.jobs, waits, strict=False))
+        return [shlex.join(["sbatch", *arguments]) for arguments in calls]
 
     @property
     def listing(self) -> str:

@@ -129,11 +129,10 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 def _difference(key: str, found: Any, wanted: Any) -> str:
     """Describes a difference; of files their names."""
-    if not any(isinstance(side, list) and side and isinstance(side[0], dict) for side in (found, wanted)):
+    sides = found, wanted
+    if not any(isinstance(side, list) and side and isinstance(side[0], dict) for side in sides):
         return f"{key}: {found!r} in the folder, {wanted!r} now"
-    files = [
-        {tuple(file.items()) for each in side or () for file in each.get("files", [each])} for side in (found, wanted)
-    ]
+    files = [{tuple(file.items()) for each in side or () for file in each.get("files", [each])} for side in sides]
     gone, new = ({dict(file)["name"] for file in first - second} for first, second in (files, files[::-1]))
     changes = {"removed": gone - new, "added": new - gone, "changed": gone & new}
     said = [f"{len(each)} {what} ({', '.join(sorted(each)[:MOST_NAMES])})" for what, each in changes.items() if each]

@@ -72,9 +72,8 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
     write_json(folder / VOCABULARY, vocabularies[0])
     if not is_shared:
         write_json(folder / TARGET_VOCABULARY, vocabularies[1])
-    write_json(
-        folder / TOKENIZER_CONFIG, _tokenizer_config(protos[0], tokenizer, vocabularies[1], is_shared, languages)
-    )
+    settings = _tokenizer_config(protos[0], tokenizer, vocabularies[1], is_shared, languages)
+    write_json(folder / TOKENIZER_CONFIG, settings)
     return [len(vocabulary) for vocabulary in vocabularies]
 
 

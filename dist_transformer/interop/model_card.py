@@ -72,9 +72,8 @@ def add_scores(model: Path, name: str, scores: dict[str, Any]) -> None:
 def _card(kind: str, license_name: str, information: dict[str, Any], about: str, **of_kind: Any) -> str:
     both = (information["source_language"], information["target_language"])
     languages = [language for language in dict.fromkeys(both) if _LANGUAGE.fullmatch(language)]
-    return _render(
-        "model_card.md", kind=kind, license=license_name, languages=languages, mark=MARK, about=about.strip(), **of_kind,
-    )  # fmt: skip
+    of_all = {"license": license_name, "languages": languages, "mark": MARK, "about": about.strip()}
+    return _render("model_card.md", kind=kind, **of_all, **of_kind)
 
 
 def _license(card: str) -> str:

@@ -93,9 +93,8 @@ class LaneLoader:
         self._newly_quarantined: list[Quarantined] = []
         # The first windows are built here: they are ready before the loader processes have started.
         here = {lane for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
-        self._asked = {
-            lane: _with_quarantined(self._plan.request(lane, self._lanes[lane][0]), self._quarantine) for lane in here
-        }
+        requests = {lane: self._plan.request(lane, self._lanes[lane][0]) for lane in here}
+        self._asked = {lane: _with_quarantined(each, self._quarantine) for lane, each in requests.items()}
         self._windows = WindowStream(builder, set(self._asked.values()), settings)
         self._read_ahead_from(batch, here)
         for lane in self._lanes.keys() - here:

@@ -16,9 +16,8 @@ def stages(data: DataConfig, rows: Sequence[int]) -> tuple[Stage, ...]:
         return (Stage(0, None),)
     numbers, later = {name: number for number, name in enumerate(mixture.corpora)}, []
     for stage in mixture.schedule:
-        after = [
-            (numbers[name], round(epochs * rows[numbers[name]])) for name, epochs in (stage.after_epochs or {}).items()
-        ]
+        after_epochs = stage.after_epochs or {}
+        after = [(numbers[name], round(epochs * rows[numbers[name]])) for name, epochs in after_epochs.items()]
         # Step 1 uses batch 0.
         later.append(Stage((stage.from_step or 1) - 1, shares_of([stage.weights[name] for name in numbers]), *after))
     first = None
