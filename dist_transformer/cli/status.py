@@ -164,6 +164,10 @@ def _progress_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
         yield "last record", f"{duration(now - document['record_time'])} ago"
     if document["seconds_to_last_step"] is not None:
         yield "to the last step", f"about {duration(document['seconds_to_last_step'])} at this speed"
+    if (validation := document["validation"]) is not None:
+        from dist_transformer.reporting.formatting import scores_text  # imports numpy
+
+        yield "validation", f"{scores_text(validation)} at step {validation['step']}"
     if document["checkpoint"]:
         yield "checkpoint", f"{document['checkpoint']}, {duration(document['checkpoint_age_seconds'])} old"
     else:

@@ -15,18 +15,16 @@ from rich.text import Text
 
 from dist_transformer.cluster.job_status import Document, is_alive, run_folders, short_reports
 from dist_transformer.cluster.queue import OVER
-from dist_transformer.config.metrics import TRANSLATION_MEASURES
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
 from dist_transformer.reporting.curves import Curve, thinned
-from dist_transformer.reporting.formatting import measure_name, measure_text, number
+from dist_transformer.reporting.formatting import number, scores_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records_from
 
 REFRESH_SECONDS = 4
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_POINTS = 40
-SCORES = ("loss", "perplexity", *TRANSLATION_MEASURES)
 
 
 def watch(folder: Path, *, is_run: bool) -> None:
@@ -67,8 +65,8 @@ def _facts(document: Document) -> Iterator[str]:
         left = f"  {duration(seconds)} left" if (seconds := document["seconds_to_last_step"]) is not None else ""
         speed = number(document["tokens_per_second"], ",.0f")
         yield f"loss {bars} {number(document['loss'], '.4f')}  {speed} tokens/s{left}"
-        if there := [f"{measure_name(key)} {measure_text(key, scores[key])}" for key in SCORES if key in scores]:
-            yield f"validation at step {scores.get('step')}: {', '.join(there)}"
+        if scores:
+            yield f"validation at step {scores.get('step')}: {scores_text(scores)}"
 
 
 @lru_cache(maxsize=4096)

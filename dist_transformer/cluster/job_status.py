@@ -22,6 +22,7 @@ from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_U
 from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
+from dist_transformer.run.metrics_log import newest_record
 from dist_transformer.run.records import read_record, records_of
 from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
 from dist_transformer.run.tail import last_lines
@@ -52,9 +53,11 @@ def report(target: RunRef) -> Document:
         goodput = goodput_of(target.run_dir, now)
     except OSError as error:
         goodput, said = None, [*said, f"{target.run_dir.path}: its goodput cannot be read now ({error})"]
+    validation = newest_record(target.run_dir.metrics, "validation")
     failures = (r for r in records_of(last_lines(target.run_dir.history)) if r.get("state") == "failed")
     return {
         **_of_run(view, now),
+        "validation": validation if validation["step"] else None,
         "checkpoint": view.checkpoint,
         "checkpoint_time": view.checkpoint_time,
         "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,

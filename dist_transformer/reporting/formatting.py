@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from dist_transformer.config.metrics import MEASURES
+from dist_transformer.config.metrics import MEASURES, TRANSLATION_MEASURES
 from dist_transformer.reporting.run_history import Record, RunStory
 from dist_transformer.run.evaluations import search_text
 
@@ -21,6 +21,12 @@ def measure_name(measure: str) -> str:
 def metric_name(measure: str) -> str:
     """Display name: validation BLEU for bleu, newstest2013 BLEU for newstest2013/bleu."""
     return measure_name(measure if "/" in measure else f"validation/{measure}")
+
+
+def scores_text(scores: Mapping[str, Any]) -> str:
+    """Returns the main measures of data.validation among those of a record."""
+    there = [key for key in ("loss", "perplexity", *TRANSLATION_MEASURES) if key in scores]
+    return ", ".join(f"{measure_name(key)} {measure_text(key, scores[key])}" for key in there)
 
 
 def measure_text(measure: str, value: Any) -> str:

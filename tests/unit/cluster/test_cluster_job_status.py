@@ -8,6 +8,7 @@ import pytest
 from fake_slurm import FakeSlurm, answer, job_line
 from watched_run import NOW, add_lines, beat, make_run, trained
 
+from dist_transformer.cli.status import _progress_rows
 from dist_transformer.cluster import job_status as module
 from dist_transformer.cluster.job_status import report, report_all
 from dist_transformer.cluster.run_ref import RunRef
@@ -20,7 +21,7 @@ from dist_transformer.run.status import look_at
 KEYS = [
     *("run", "folder", "time", "state", "step"),
     *("max_steps", "loss", "learning_rate", "tokens_per_second", "record_time"),
-    *("seconds_to_last_step", "heartbeat_time", "owner", "checkpoint", "checkpoint_time"),
+    *("seconds_to_last_step", "heartbeat_time", "owner", "validation", "checkpoint", "checkpoint_time"),
     *("checkpoint_age_seconds", "set_aside", "attempt", "failure_reason"),
     *("last_end_time", "last_exit_code", "last_exit_text"),
     *("last_end_reason", "last_end_requeued", "starts", "excluded_nodes", "divergences", "last_divergence"),
@@ -50,6 +51,16 @@ def test_the_keys_are_always_the_same(slurm: FakeSlurm, run_dir: RunDir, tmp_pat
     bare.slurm.mkdir(parents=True)
     assert list(of(run_dir)) == KEYS
     assert list(of(bare, None)) == KEYS
+
+
+def test_the_newest_scores_are_those_of_the_last_validation(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    assert of(run_dir)["validation"] is None
+    scores = [{"event": "validation", "step": step, "loss": 3.0 - step / 100, "bleu": 20.0} for step in (10, 20)]
+    add_lines(run_dir.metrics, *scores, trained(30, NOW - 5))
+    found = of(run_dir)
+    assert found["validation"] == scores[-1]
+    assert ("validation", "loss 2.8000, BLEU 20.00 at step 20") in list(_progress_rows(found, NOW))
 
 
 def test_speed_and_time_to_the_end_come_from_the_records_of_this_start(slurm: FakeSlurm, run_dir: RunDir) -> None:
