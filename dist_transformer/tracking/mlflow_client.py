@@ -118,7 +118,7 @@ class TrackedRun:
         self.log_all_points(fresh)
 
     def lost(self, points: Iterable[outbox.Point]) -> list[outbox.Point]:
-        """The points that the server has not, of curves that it had when the run was opened.
+        """The points that the server has not, of curves and steps that it had when the run was opened.
 
         Not those of steps that were trained again: of an attempt that was further before, the server has later steps.
         """
@@ -128,7 +128,8 @@ class TrackedRun:
                 curve = sorted(self.client.get_metric_history(self.run_id, key), key=lambda metric: metric.step)
             times = accumulate((metric.timestamp for metric in reversed(curve)), min)
             known[key] = [metric.step for metric in curve], [*times][::-1]
-        return [point for point in points if _lacks(*known.get(valid_key(point.key), ([point.step], [])), point)]
+        newest = {key: self.newest_step(key.split("/")[0]) for key in known}  # later steps are trained meanwhile
+        return [p for p in points if p.step <= newest.get(key := valid_key(p.key), -1) and _lacks(*known[key], p)]
 
     def remove_doubles(self, run_id: str) -> None:
         """Deletes empty runs with our tag: a request to create a run may be executed after we gave up on it."""

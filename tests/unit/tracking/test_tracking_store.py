@@ -301,6 +301,43 @@ def test_what_a_backup_restored_while_the_run_trains_takes_from_the_middle_is_fo
     assert (again.points, again.events) == (0, 0)
 
 
+def test_the_end_of_a_curve_of_few_points_is_found_by_sync_though_others_of_its_records_go_on(
+    stored_run_dir: RunDir,
+) -> None:
+    log = MetricsLog(stored_run_dir.metrics)
+    for step in range(1, 6):
+        log.append("train", step, {"loss": 1 / step} | ({"rare": 1.0} if step in (1, 3) else {}))
+    run_id = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent).run_id
+    with closing(sqlite3.connect(stored_run_dir.path.parent / "mlflow.db")) as store, store:
+        store.execute("DELETE FROM metrics WHERE key = 'train/rare' AND step = 3")
+        store.execute("UPDATE latest_metrics SET step = 1 WHERE key = 'train/rare'")
+    assert sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent).points == 1
+    assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
+
+
+def test_steps_trained_while_sync_reads_the_history_are_no_loss(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(stored_run_dir).close("SCHEDULED")
+    log, read = MetricsLog(stored_run_dir.metrics), MlflowClient.get_metric_history
+    train(log, range(1, 6))
+    sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+
+    def training(client: MlflowClient, run_id: str, key: str) -> Any:
+        curve = read(client, run_id, key)
+        if not meanwhile:
+            meanwhile.append(key)
+            train(log, range(6, 11))
+        return curve
+
+    meanwhile: list[str] = []
+    monkeypatch.setattr(MlflowClient, "get_metric_history", training)
+    sent = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert meanwhile
+    assert (sent.points, sent.events) == (0, 0)
+    assert "backup" not in caplog.text
+
+
 @pytest.mark.usefixtures("impatience")
 def test_steps_that_are_trained_again_after_a_crash_are_no_loss_for_sync(stored_run_dir: RunDir) -> None:
     tracker, log = started(stored_run_dir), MetricsLog(stored_run_dir.metrics)
