@@ -125,13 +125,19 @@ class Shipper:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
         for channel in outbox.CHANNELS:
             for event, end in read_records_from(self._run_dir.tracking_events, self._state.offset(channel)):
-                if not goes_by(event, channel) or (event["event"] in REPLACED and any(self._later(event, end))):
+                if not goes_by(event, channel) or self._is_replaced(event, channel, end):
                     self._state.advance(channel, end)
                 elif channel in channels:
                     return channel, event, end
                 else:
                     break
         return None
+
+    def _is_replaced(self, event: dict[str, Any], channel: str, end: int) -> bool:
+        """True if a later event that waits says all of this one: a status, or a file that is sent as it is by then."""
+        if channel == "status":
+            return any(read_records_from(self._run_dir.tracking_events, end, ("start", "status")))
+        return event["event"] in REPLACED and any(self._later(event, end))
 
     def _later(self, event: dict[str, Any], end: int) -> Iterator[dict[str, Any]]:
         """Yields the events of the same kind after byte `end` that lack none of its values."""
