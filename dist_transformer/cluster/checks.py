@@ -46,7 +46,7 @@ _INSTEAD = {
     "dependency": "submit --after", "kill-on-invalid-dep": "submit --after", "job-name": "run.name",
 }  # fmt: skip
 """Options of sbatch that submit sets itself, and what says them."""
-_OTHERS = "requeue no-requeue open-mode output wrap parsable chdir comment"
+_OTHERS = "requeue no-requeue open-mode output error wrap parsable chdir comment"
 _WITHOUT_ANSWER = ("wait", "quiet", "test-only")
 _RELIED_ON = (*_INSTEAD, *_OTHERS.split(), *_WITHOUT_ANSWER)
 _READ_HERE = ("exclude", "gres", "clusters", "time-min")
@@ -290,9 +290,11 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
             yield f"slurm.sbatch.{name}: --{taken} is set by submit; {use}"
         elif taken != name:
             yield f"slurm.sbatch.{name}: is short for --{taken}; write slurm.sbatch.{taken}"
-    for name in slurm.srun:
+    for name, value in slurm.srun.items():
         if name in _SRUN_KEYS and getattr(slurm, _SRUN_KEYS[name]):
             yield f"slurm.srun.{name}: slurm.{_SRUN_KEYS[name]} is given too; keep one of them"
+        if name in _INSTEAD and not re.match(r"job-name|export \W*ALL|.* (None|False|\(\))$", f"{name} {value}"):
+            yield f"slurm.srun.{name}: is set by the batch script; use {_INSTEAD[name]}"
     for nodes in listed(slurm.sbatch.get("exclude") or ()):
         if not _NODES.fullmatch(str(nodes)):
             yield f"slurm.sbatch.exclude: {nodes!r}: expected nodes as Slurm names them: n7, or several as in 'n[1-3,7]'"

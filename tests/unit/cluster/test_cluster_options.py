@@ -22,8 +22,8 @@ def test_a_name_that_is_no_option_is_refused(run_dir: RunDir, name: str) -> None
 
 
 def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
-    assert _problems(run_dir, srun={"export": "a\nb"}) == [
-        "slurm.srun.export: 'a\\nb': an option cannot hold a line break"
+    assert _problems(run_dir, srun={"comment": "a\nb"}) == [
+        "slurm.srun.comment: 'a\\nb': an option cannot hold a line break"
     ]
 
 
@@ -44,7 +44,7 @@ def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
         ("dependency", "dependency", "use submit --after"),
         *(
             (name, name, "the batch script relies on it; remove it")
-            for name in ("requeue", "open-mode", "output", "chdir")
+            for name in ("requeue", "open-mode", "output", "error", "chdir")
         ),
     ],
 )
@@ -52,6 +52,32 @@ def test_an_option_that_submit_sets_is_refused_with_what_says_it(
     run_dir: RunDir, name: str, option: str, instead: str
 ) -> None:
     assert _problems(run_dir, sbatch={name: "1"}) == [f"slurm.sbatch.{name}: --{option} is set by submit; {instead}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("nodes", "2", "slurm.nodes"),
+        ("ntasks", "2", "slurm.nodes and slurm.ranks_per_node"),
+        ("cpus-per-task", "4", "slurm.cpus_per_rank"),
+        ("time", "1:00", "slurm.time_limit"),
+        ("export", "NONE", "slurm.environment"),
+    ],
+)
+def test_an_option_of_srun_that_would_contradict_the_job_is_refused(
+    run_dir: RunDir, name: str, value: str, instead: str
+) -> None:
+    """srun would refuse it after each wait in the queue, or hide the job's variables from the ranks."""
+    assert _problems(run_dir, srun={name: value}) == [f"slurm.srun.{name}: is set by the batch script; use {instead}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("export", "ALL"), ("export", "ALL,UCX_TLS=rc"), ("export", ["ALL", "UCX_TLS=rc"]), ("job-name", "ranks"), ("mpi", "pmix"),
+     ("gres", "gpu:8"), ("time", None), ("nodes", False), ("ntasks", [])],
+)  # fmt: skip
+def test_an_option_of_srun_that_fits_the_job_is_taken(run_dir: RunDir, name: str, value: object) -> None:
+    assert _problems(run_dir, srun={name: value}) == []
 
 
 @pytest.mark.parametrize("name", ["wait", "quiet", "test-only", "test"])
