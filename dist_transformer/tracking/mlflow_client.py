@@ -68,6 +68,7 @@ REMEDIES = {
     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
     r"logged-models\S* failed with error code 404": "a server older than MLflow 3 has none",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
+    "^ModuleNotFoundError": "install it in the environment that trains, or give another address",
     "database is locked": "another process has held mlflow.db for long; see `A server for a team` in docs/mlflow.md",
     "readonly database": "was mlflow.db moved (a new start, or track sync, opens it again), or is it another user's (chmod g+w)?",
 }
@@ -280,7 +281,7 @@ def patient_requests(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Converts errors of MLflow, its connections and its database into ServerTrouble; others are bugs and pass."""
+    """Converts errors of MLflow, its packages, connections and database into ServerTrouble; others are bugs and pass."""
     try:
         yield
     except MlflowException as error:
@@ -289,13 +290,13 @@ def translated_errors() -> Iterator[None]:
         is_deleted = "'active' state" in str(error)  # opened again, the run is restored
         kind = outbox.ServerTrouble if is_deleted else KINDS_OF_ERRORS.get(error.error_code, outbox.ServerTrouble)
         raise kind(explanation(str(error))) from None
-    except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
+    except (OSError, ImportError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.
         status = getattr(getattr(error, "response", None), "status_code", None)
         kind = outbox.ServerRefused if status in REFUSING_STATUSES else outbox.ServerTrouble
         raise kind(explanation(f"{type(error).__name__}: {error}")) from None
     except ValueError as error:
-        if "MLFLOW_" not in str(error):  # the variable whose value MLflow cannot read
+        if not re.search("MLFLOW_|IPv[46]|netloc", str(error)):  # a variable or an address that MLflow cannot read
             raise
         raise outbox.ServerTrouble(explanation(str(error))) from None
 

@@ -3,6 +3,7 @@
 import logging
 import socket
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +205,30 @@ def test_a_variable_that_mlflow_cannot_read_is_named_and_is_no_error_of_ours(
     assert "error of ours" not in caplog.text
     with pytest.raises(UserError, match=f"Its answer: .*{value}.*{variable}|Its answer: .*{variable}.*{value}"):
         sync(run_dir, settings_of("http://127.0.0.1:9"), run_dir.path.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("address", "answer"),
+    [
+        ("http://[::1:5", "IPv6"),
+        ("http://h\u2100x:5", "netloc"),
+        ("mysql://h/x", "MySQLdb.*in the environment that trains"),
+    ],
+)
+def test_an_address_that_mlflow_cannot_use_here_is_one_warning_and_no_error_of_ours(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str, answer: str
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    monkeypatch.setitem(sys.modules, "MySQLdb", None)  # as where it is not installed
+    tracker = tracker_of(run_dir, address, close_seconds=1)
+    tracker.start({}, {}, "")
+    wait_until(lambda: "Its answer" in caplog.text or "error of ours" in caplog.text)
+    tracker.close("FINISHED")
+    assert "error of ours" not in caplog.text
+    assert caplog.text.count("Its answer") == 1
+    with pytest.raises(UserError, match=f"Its answer: .*{answer}"):
+        sync(run_dir, settings_of(address), run_dir.path.parent)
 
 
 def test_an_upload_names_the_time_limit_that_mlflow_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def test_what_a_server_says_is_cleared_of_the_secrets_of_the_environment(
         ("HTTPError: 403 Client Error: Forbidden for url", "MLFLOW_TRACKING_PASSWORD"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "MLFLOW_TRACKING_SERVER_CERT_PATH"),
         ("too many 503 error responses", "disk is full"),
+        ("ModuleNotFoundError: No module named 'psycopg'", "install it in the environment that trains"),
         ("(sqlite3.OperationalError) database is locked", "A server for a team"),
         ("OperationalError: attempt to write a readonly database", "track sync"),
         ("failed with error code 403 != 200. Response body: 'Invalid Host header'", "--allowed-hosts"),
