@@ -22,7 +22,9 @@ _UP = r"(idle|alloc|mix|comp|resv|plnd)[^*]*"
 
 _OF_A_USER = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT)|SBATCH_(ACCOUNT|CONSTRAINT|PARTITION|QOS|RESERVATION|WCKEY)")
 """Variables that say where Slurm is and who asks, and defaults of options that submit does not set itself."""
-_OF_JOBS = re.compile(r"(SLURM|SRUN|SBATCH|MASTER|DIST_TRANSFORMER)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
+_OF_JOBS = re.compile(
+    r"(SLURM|SRUN|SBATCH|MASTER|DIST_TRANSFORMER)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
+)
 
 REFUSED = "change slurm (nodes, time_limit, cpus_per_rank, gpus_per_node), slurm.sbatch (partition, qos, mem, gres); see sinfo"
 _REFUSALS = {

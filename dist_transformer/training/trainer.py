@@ -191,7 +191,7 @@ def _warn_of_other_threads(run: Run, checkpoint: Checkpoint) -> None:
     if is_exact and then != now:
         log.warning(
             "threads    %s was computed with %d threads a rank, this start has %d, which rounds otherwise: start with "
-            "OMP_NUM_THREADS=%d for the same bits", checkpoint.path.name, then, now, then,
+            "OMP_NUM_THREADS=%d (in a job by slurm.environment) for the same bits", checkpoint.path.name, then, now, then,
         )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def test_a_job_does_not_inherit_the_job_or_rank_it_was_submitted_from(
     run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"SLURM_JOB_ID", "SRUN_DEBUG", "SBATCH_MEM_BIND", "MASTER_PORT", "RANK", "CUDA_VISIBLE_DEVICES"}
-    own |= {"DIST_TRANSFORMER_PYTHON", "DIST_TRANSFORMER_KEEP_STOP"}
+    own |= {"DIST_TRANSFORMER_PYTHON", "DIST_TRANSFORMER_KEEP_STOP", "OMP_NUM_THREADS"}
     own |= {"SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_TIMELIMIT", "SBATCH_OUTPUT", "SLURM_CLUSTERS"}
     for name in own:
         monkeypatch.setenv(name, "7")
