@@ -12,10 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dist_transformer.data.manifest import Split
+from dist_transformer.config.paths import is_address
+from dist_transformer.data.manifest import Shard, Split
 from dist_transformer.data.sources.arrow import column_paths
 from dist_transformer.data.sources.remote import open_parquet
 from dist_transformer.data.sources.retries import is_outage, read_errors, reason_of, with_retries
+from dist_transformer.errors import DataError
 
 OPEN_FILES, MOST_CORPORA = 64, 512  # within the usual limit of 1,024 open files
 log = logging.getLogger(__name__)
@@ -38,14 +40,13 @@ class RowGroupPlace:
         file: path or address.
         index: its index in the file.
         first_row: index in the split of its first row.
-        is_in_place: True if the file is the user's own.
     """
 
     file: str
+    shard: Shard
     index: int
     rows: int
     first_row: int
-    is_in_place: bool
 
     def __str__(self) -> str:
         return f"row group {self.index} of {self.file}"
@@ -66,7 +67,7 @@ class SplitPlaces:
         number = bisect_right(self._first_groups, row_group) - 1
         shard, index = self._shards[number], row_group - self._first_groups[number]
         file = shard.file if shard.is_in_place else str(self._folder / shard.file)
-        return RowGroupPlace(file, index, shard.row_groups[index].rows, self._first_rows[row_group], shard.is_in_place)
+        return RowGroupPlace(file, shard, index, shard.row_groups[index].rows, self._first_rows[row_group])
 
 
 class RowGroupTables:
@@ -79,7 +80,7 @@ class RowGroupTables:
         return type(self), (self._num_corpora,)
 
     def read(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
-        """Reads these columns (dots reach into nested ones) of a row group; UnreadableRowGroup if it cannot be read."""
+        """Reads columns (dots reach into nested ones) of a row group. UnreadableRowGroup: it is damaged; DataError: replaced."""
         warn = partial(log.warning, "%s: row group %d: %s", place.file, place.index)
         try:
             table = with_retries(lambda: self._read_once(place, columns), warn)
@@ -91,7 +92,7 @@ class RowGroupTables:
 
     def _read_once(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
         try:
-            file = self._file(place.file)
+            file = self._file(place.file, place.shard.bytes)
             if place.index >= file.num_row_groups:
                 raise UnreadableRowGroup(f"the file has {file.num_row_groups} row groups")
             there = column_paths(file.schema_arrow)
@@ -103,8 +104,14 @@ class RowGroupTables:
             self._open.pop(place.file, None)  # the next attempt opens the file anew
             raise
 
-    def _file(self, name: str) -> pq.ParquetFile:
-        file = self._open.pop(name, None) or open_parquet(name)
+    def _file(self, name: str, size: int) -> pq.ParquetFile:
+        if (file := self._open.pop(name, None)) is None:
+            file = open_parquet(name)
+            if not is_address(name) and (now := Path(name).stat().st_size) != size:
+                raise DataError(
+                    f"{name}: expected the file of {size} bytes that was prepared, got one of {now}: the corpus was replaced; "
+                    "put it back (a pipeline keeps it beside the new one, as corpus.1), or give the run another run.name"
+                )
         self._open[name] = file
         if len(self._open) > OPEN_FILES + min(self._num_corpora, MOST_CORPORA):
             self._open.popitem(last=False)

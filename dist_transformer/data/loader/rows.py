@@ -129,7 +129,7 @@ class RowReader:
     def _cannot_read(self, place: RowGroupPlace, error: UnreadableRowGroup, way_out: str = "") -> UserError:
         """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
         remedy = f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
-        if place.is_in_place:
+        if place.shard.is_in_place:
             remedy = "Repair or restore the file"
             if place.file.startswith("hf://"):
                 remedy += ", its server, HF_HUB_OFFLINE or HF_HOME, or train from shards with data.on_the_fly: false"

@@ -72,9 +72,9 @@ class TextCorpus:
     def read(self, row_group: int) -> pa.Table:
         """Reads a row group with the columns row_id, source and target; UnreadableRowGroup if it cannot be read."""
         place = self.places[row_group]
-        stored = [] if place.is_in_place else ["row_id"]
+        stored = [] if place.shard.is_in_place else ["row_id"]
         table = self.tables.read(place, [*stored, self.columns.source, self.columns.target])
-        if place.is_in_place:
+        if place.shard.is_in_place:
             ids = pa.array(np.arange(place.first_row, place.first_row + place.rows))
         else:
             check_column(table, "row_id", pa.types.is_integer, "integers")
@@ -84,7 +84,7 @@ class TextCorpus:
 
     def rows(self, piece: RowSlice, table: pa.Table) -> TokenRows:
         """Converts a slice, from the table of `read`, to token ids, without the rows that filters drop."""
-        text = self._text(table, self.places[piece.row_group].is_in_place)
+        text = self._text(table, self.places[piece.row_group].shard.is_in_place)
         self.modifiers.modify(piece, text.positions.tolist(), text.source, text.target)
         source, target = self.sampler.encode(text.source, text.target)
         lengths = [len(ids) for ids in source], [len(ids) for ids in target]

@@ -51,6 +51,11 @@ def shard_of(folder: Path, split: Split) -> Path:
     return folder / split.shards[0].file
 
 
+def as_it_is(folder: Path, split: Split) -> Split:
+    """The split with the size that its shard has now, as if that were the one prepared."""
+    return replace(split, shards=(replace(split.shards[0], bytes=shard_of(folder, split).stat().st_size),))
+
+
 def page_of(path: Path, row_group: int) -> tuple[int, int]:
     """First and last of some bytes in the last data page of the row group."""
     column = pq.ParquetFile(path).metadata.row_group(row_group).column(2)
@@ -151,10 +156,29 @@ def test_a_file_that_was_mended_while_it_was_open_is_opened_anew(tmp_path, token
 def test_another_number_of_rows_or_row_groups_than_in_the_manifest_is_refused(tmp_path, tokens):
     path = shard_of(tmp_path, tokens)
     write_table(token_table(90, 0), path, [40, 50])
-    assert_raised_or_quarantined(tmp_path, tokens, 2, r"row group 2 cannot be read \(the file has 2 row groups\)")
+    message = r"row group 2 cannot be read \(the file has 2 row groups\)"
+    assert_raised_or_quarantined(tmp_path, as_it_is(tmp_path, tokens), 2, message)
     write_table(token_table(120, 0), path, [40, 49, 30])
     message = r"row group 1 cannot be read \(it has 49 rows, the manifest says 50\)"
-    assert_raised_or_quarantined(tmp_path, tokens, 1, message)
+    assert_raised_or_quarantined(tmp_path, as_it_is(tmp_path, tokens), 1, message)
+
+
+@pytest.mark.parametrize("on_bad_row_group", ["raise", "quarantine"])
+def test_a_shard_of_another_corpus_ends_the_run_also_in_quarantine(tmp_path, tokens, on_bad_row_group):
+    path = shard_of(tmp_path, tokens)
+    write_table(token_table(120, 7), path, GROUPS, compression="none")
+    before, now = tokens.shards[0].bytes, path.stat().st_size
+    message = rf"^{path}: expected the file of {before} bytes that was prepared, got one of {now}: the corpus was replaced; put"
+    with pytest.raises(DataError, match=message):
+        reader_of(tmp_path, {"train": tokens}, on_bad_row_group=on_bad_row_group).read(WINDOW)
+
+
+def test_a_shard_that_was_opened_before_its_corpus_was_replaced_is_read_on(tmp_path, tokens):
+    reader, path = reader_of(tmp_path, {"train": tokens}), shard_of(tmp_path, tokens)
+    expected = as_lists(reader.read(WINDOW))
+    path.rename(path.with_suffix(".1"))
+    write_table(token_table(120, 7), path, GROUPS, compression="none")
+    assert as_lists(reader.read(WINDOW)) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,13 +198,13 @@ def test_columns_that_are_not_those_of_a_shard_are_named(tmp_path, tokens, colum
         table = table.append_column(column, pa.array(values))
     write_table(table, shard_of(tmp_path, tokens), GROUPS)
     with pytest.raises(DataError, match=rf"row group 0 cannot be read \({message}.*\)\. The shard is"):
-        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
+        reader_of(tmp_path, {"train": as_it_is(tmp_path, tokens)}).read(WINDOW)
 
 
 def test_what_cannot_change_is_not_tried_again(tmp_path, tokens, pauses):
     write_table(token_table(120, 0).drop_columns(["source"]), shard_of(tmp_path, tokens), GROUPS)
-    with pytest.raises(DataError):
-        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
+    with pytest.raises(DataError, match="no column 'source'"):
+        reader_of(tmp_path, {"train": as_it_is(tmp_path, tokens)}).read(WINDOW)
     assert pauses == []
 
 
@@ -234,7 +258,7 @@ def test_bad_encoding_names_the_column_and_the_row(tmp_path, texts):
         r"row group 1 cannot be read \(column 'de' is not valid UTF-8 in row 5 of the row group; convert it, or set "
         r"data\.filters\.bad_encoding: drop\)\. Repair or restore the file"
     )
-    assert_raised_or_quarantined(tmp_path / "prepared", texts, 1, message)
+    assert_raised_or_quarantined(tmp_path / "prepared", as_it_is(tmp_path, texts), 1, message)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +272,8 @@ def test_bad_encoding_names_the_column_and_the_row(tmp_path, texts):
 )
 def test_columns_that_do_not_hold_text_are_named(tmp_path, texts, table, columns, message):
     path = tmp_path / "other.parquet"
-    shard = Shard(str(path), 0, "", write_table(pa.table(table), path, [1]))
+    groups = write_table(pa.table(table), path, [1])
+    shard = Shard(str(path), path.stat().st_size, "", groups)
     split = split_of([shard], TextColumns(*columns, ""))
     with pytest.raises(DataError, match=rf"^{path}: row group 0 cannot be read \({message}\)\. Repair or restore"):
         reader_of(tmp_path / "prepared", {"train": split}).read(request((0, 0, 0, 1)))

@@ -92,9 +92,10 @@ def test_any_cut_of_a_window_gives_the_same_rows(folder, split):
 
 def test_shards_of_text_in_the_prepared_folder_keep_their_row_numbers_and_are_not_tagged_again(folder, tokenizer):
     table = pa.table({"row_id": [70, 3], "source": ["<2de> A dog.", "<2de> ﬁ"], "target": ["Ein Hund.", "ﬁ"]})
-    groups = write_table(table, folder / "shards/train-00000.parquet", [2])
+    path = folder / "shards/train-00000.parquet"
+    groups = write_table(table, path, [2])
     columns = TextColumns("source", "target", "")
-    text = split_of([Shard("shards/train-00000.parquet", 1, "", groups)], columns)
+    text = split_of([Shard(f"shards/{path.name}", path.stat().st_size, "", groups)], columns)
     read = reader_of(folder, {"news": text, "talks": text}, normalization="NFKC").read(request((1, 0, 0, 2)))
     first = 1 << CORPUS_SHIFT
     source = tokenizer.encode_source(["<2de> A dog.", "<2de> ﬁ"])
