@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +25,7 @@ from dist_transformer.config.yaml_positions import merge
 from dist_transformer.errors import EXIT_REQUEUE, ConfigError, MachineError, UserError, say
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
-from dist_transformer.pipeline.run import begin, locked, run_as_job, run_due, set_aside, words_of
+from dist_transformer.pipeline.run import begin, locked, readers_of, run_as_job, run_due, set_aside, words_of
 from dist_transformer.pipeline.schema import HEADING, SETTINGS, Pipeline, checked, read_pipeline
 from dist_transformer.pipeline.state import State, configuration, input_problems, states_of
 from dist_transformer.processes.children import forwarding_signals
@@ -66,8 +65,7 @@ def run_command(
                 raise ConfigError(problems, HEADING)
             if signals.came:
                 sys.exit(EXIT_REQUEUE)
-            states = set_aside(pipeline, states)
-            code = run_due(pipeline, states, signals)
+            code = run_due(pipeline, set_aside(pipeline, states), signals)
     if code == 0:
         print(f"{pipeline.root}: all {len(states)} nodes are done")
     sys.exit(code)
@@ -112,9 +110,8 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
         return
     with locked(pipeline.root):
         jobs = _jobs_of(pipeline, states)
-        # Left of a submission that was cut off, as by a limit of the QOS.
-        due = [name for name in due if name not in jobs]
-        busy = [job for job in jobs if not due or states[job].restarts or {*pipeline.nodes[job].reads} & {*due}]
+        due = [name for name in due if name not in jobs]  # some have one where a limit of the QOS cut a submission off
+        busy = [n for n in jobs if not due or n not in states or n in anew or {*pipeline.nodes[n].reads} & {*due}]
         if problems := [*sbatch_problems(), *after_problems(after), *(f"{n}: {jobs[n]} works on it" for n in busy)]:
             raise ConfigError(problems, "cannot submit:")
         planned = _planned(pipeline, due, anew)  # before a folder is renamed
@@ -188,12 +185,12 @@ def _as_submitted(pipeline: Pipeline) -> str:
     return dump(values)
 
 
-def _jobs_of(pipeline: Pipeline, states: Mapping[str, State]) -> dict[str, str]:
-    """Returns the state of each node's job that is not over, by node; {} where there is no Slurm. Raises SlurmError.
+def _jobs_of(pipeline: Pipeline, states: dict[str, State]) -> dict[str, str]:
+    """Returns the state of each job of a node, or of `readers_of`, that is not over; {} without Slurm. Raises SlurmError.
     Warns of a node that begins anew while Slurm may hide its job."""
     if sbatch_problems():
         return {}
-    folders = {name: RunDir(pipeline.folder(name)) for name in pipeline.nodes}
+    folders = {name: RunDir(pipeline.folder(name)) for name in [*pipeline.nodes, *readers_of(pipeline, states)]}
     noted = {name: read_record(run_dir.job) for name, run_dir in folders.items()}
     ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
     due = [name for name, state in states.items() if state.is_due and ids[name]]

@@ -32,10 +32,9 @@ def results_of(pipeline: Pipeline, name: str) -> dict[str, Any]:
     """The numbers of a node, as far as there are any; the size is that of its model, or of what it has made."""
     node, folder = pipeline.nodes[name], pipeline.folder(name)
     place = folder / KINDS[node.kind].made[0]
-    found: dict[str, Any] = {}
     if node.kind == "train":
         view = look_at(RunDir(folder))
-        found = {**view.newest, "step": view.step}
+        found: dict[str, Any] = {**view.newest, "step": view.step}
     elif node.kind == "evaluate":
         found, place = read_record(place), pipeline.located(node.values["model"])
     elif node.kind == "prepare":

@@ -60,21 +60,29 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 
     Returns the states after it. Raises UserError, and renames nothing, if a folder is not a node's, or a process works in it.
     """
-    for name, state in states.items():
-        if state.record and is_complete(pipeline, name):
-            complete(pipeline, name)
+    for name in [name for name, state in states.items() if state.record and is_complete(pipeline, name)]:
+        complete(pipeline, name)
     folders = [at for name, state in states.items() if state.restarts and (at := pipeline.folder(name)).exists()]
     for folder in folders:
         if not holds_only(folder, [RunDir(folder).lock]):  # else it was killed before its record was there
             check_output(folder, "a node of a pipeline", lambda at: "key" in read_record_patiently(at / RECORD))
+    for folder in [*folders, *map(pipeline.folder, readers_of(pipeline, states))]:
         with while_nobody_trains(RunDir(folder)) as is_free:
             if not is_free:
-                raise UserError(f"{folder}: must begin anew, but a process works in it: wait for it, or stop it first")
+                why = "must begin anew" if folder in folders else "reads what must begin anew"
+                raise UserError(f"{folder}: {why}, but a process works in it: wait for it, or stop it first")
     for folder in folders:
         old = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(old)
         say(f"{folder}: begins anew; what was there is kept as {old.name}")
     return take_back(pipeline, states)
+
+
+def readers_of(pipeline: Pipeline, states: dict[str, State]) -> list[str]:
+    """Names of nodes that read one which begins anew, whether this file has them, or had them, or another one of this root."""
+    anew = {name for name, state in states.items() if state.restarts}
+    records = {path.parent.name: read_record_patiently(path) for path in pipeline.root.glob(f"*/{RECORD}")}
+    return [name for name, record in records.items() if anew & {*record.get("made_of", {}).get("nodes", ())}]
 
 
 def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", "submitted"] = "begun") -> None:
@@ -128,8 +136,7 @@ def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
 
 def words_of(pipeline: Pipeline, name: str) -> list[str]:
     """The arguments of `dist-transformer` that run a node."""
-    node, folder = pipeline.nodes[name], pipeline.folder(name)
-    kind, values = node.kind, node.values
+    (kind, values, _), folder = pipeline.nodes[name], pipeline.folder(name)
     if kind in CONFIGURED:
         share = "ranks" if kind == "train" else "processes"
         return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]

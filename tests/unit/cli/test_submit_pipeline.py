@@ -204,6 +204,26 @@ def test_what_a_limit_of_the_queue_left_of_a_pipeline_is_submitted_while_its_job
         submit_pipeline(pipeline, [], (), dry_run=False)
 
 
+def test_a_job_of_another_file_with_this_root_keeps_the_folders_of_the_nodes_that_it_reads(
+    pipeline: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit_pipeline(pipeline, [], (), dry_run=False)
+    monkeypatch.setattr(pipeline_module, "run_due", lambda *_: 75)
+    root, other = pipeline.parent / "root", pipeline.parent / "other.yaml"
+    other.write_text("".join(pipeline.read_text().partition("  forward:")[:1]))
+    job = job_line("4712", "PENDING", comment=f"dist-transformer:{root}/forward")
+    fake_slurm.set_jobs(job + "\n")
+    given = ["nodes.teacher.set.data.lanes=9"]
+    with pytest.raises(ConfigError, match=r"cannot submit:\s+forward: job 4712 pending works on it"):
+        submit_pipeline(other, given, (), dry_run=False)
+    with pytest.raises(UserError, match=r"root: job 4712 pending works on it"):
+        run_command(other, given)
+    assert not [*root.glob("*.1")]
+    fake_slurm.set_jobs("")
+    submit_pipeline(other, given, (), dry_run=False)
+    assert {path.name for path in root.glob("*.1")} == {"teacher.1"}
+
+
 def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answer(
     pipeline: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -360,6 +360,24 @@ def test_a_folder_of_somebody_else_is_refused_and_nothing_is_renamed(folder):
     assert [path for path in sorted(pipeline.root.rglob("*")) if path.name != "lock"] == before
 
 
+def test_a_node_is_not_pulled_away_from_under_one_that_is_no_longer_in_the_file_and_reads_it(folder):
+    pipeline = pipeline_in(folder)
+    make_all(pipeline)
+    text = (folder / "pipeline.yaml").read_text()
+    kept = [line for line in text.splitlines() if "kept:" not in line]
+    (folder / "pipeline.yaml").write_text("\n".join(kept).replace("forward:", "renamed:"))
+    (folder / "train.en").write_text("changed\n")
+    changed = pipeline_in(folder)
+    with FileLock(RunDir(pipeline.folder("kept")).lock):  # reads forward alone, which stays where it is
+        with FileLock(RunDir(pipeline.folder("forward")).lock):
+            said = "root/forward: reads what must begin anew, but a process works in it: wait for it, or stop it first"
+            with pytest.raises(UserError, match=said):
+                set_aside(changed, states_of(changed))
+        assert not [*pipeline.root.glob("*.1")]
+        set_aside(changed, states_of(changed))
+    assert {path.name for path in pipeline.root.glob("*.1")} == {"teacher.1"}
+
+
 def test_missing_files_and_wrong_settings_are_told_together_with_their_lines(folder):
     (folder / "mono").unlink()
     with pytest.raises(ConfigError) as error:
