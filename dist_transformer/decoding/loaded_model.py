@@ -15,7 +15,7 @@ from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.distributed.group import device_of_rank
 from dist_transformer.errors import UserError
-from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
+from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.model.search_interface import Searcher
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.attempts import warn_of_age
@@ -60,7 +60,7 @@ def load_models(folders: Sequence[Path], settings: DecodingConfig, plugin: str |
     UserError: a folder is incomplete, or the models have different tokenizers."""
     loaded, device = [load_model_folder(folder, plugin) for folder in folders], device_of_rank()
     for folder, other in zip(folders[1:], loaded[1:], strict=True):
-        if _pieces(other) != _pieces(loaded[0]):
+        if other.tokenizer_files.read() != loaded[0].tokenizer_files.read():
             raise UserError(
                 f"{folder}: its sentencepiece models are not those of {folders[0]}: models decode together only if their "
                 "tokens are the same; train them with one tokenizer"
@@ -93,8 +93,3 @@ class LoadedTranslator:
         """Yields one translation per line, in order; empty lines stay empty."""
         for best, *_ in translate_lines(self._search.searcher, self._search.tokenizer, lines, self._settings):
             yield best.text
-
-
-def _pieces(loaded: LoadedModel) -> tuple[bytes, bytes | None]:
-    files = loaded.tokenizer_files
-    return files.source.read_bytes(), None if files.target is None else files.target.read_bytes()

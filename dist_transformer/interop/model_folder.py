@@ -47,6 +47,10 @@ class TokenizerFiles:
     source: Path
     target: Path | None = None
 
+    def read(self) -> tuple[bytes, bytes | None]:
+        """Returns the contents, which are equal where the tokens are."""
+        return self.source.read_bytes(), None if self.target is None else self.target.read_bytes()
+
 
 @dataclass(frozen=True)
 class ModelInformation:

@@ -14,8 +14,8 @@ from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.data.sources.corpus import read_pairs
 from dist_transformer.data.token_aligner import Lexicon, train_aligner
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
-from dist_transformer.errors import DataError, UserError
-from dist_transformer.interop.model_folder import LoadedModel
+from dist_transformer.errors import DataError, UserError, say
+from dist_transformer.interop.model_folder import LoadedModel, is_model_folder, read_config, tokenizer_files
 
 VOCABULARY_MAP = "vmap.txt"
 FREQUENT, BEST = 100, 100
@@ -31,13 +31,20 @@ def read_lexicon(paths: Sequence[Path], loaded: LoadedModel) -> Lexicon:
         source, target = read_pairs(corpus, DataConfig(train=corpus), MOST_PAIRS)
         tokenizer = Tokenizer.load(loaded.tokenizer_files.source, loaded.tokenizer_files.target)
         ids = zip(tokenizer.encode_source(source), tokenizer.encode_target(target), strict=True)
+        say(f"source text: {paths[0]}, target text: {paths[1]}")
         return train_aligner(((np.array(s), np.array(t)) for s, t in ids), targets)
+    problem = f"not there, or no lexicon of a tokenizer with {targets} target tokens"
     with suppress(DataError):
         lexicon = Lexicon.load(paths[0])
         if len(paths) == 1 and len(lexicon.shares) == targets and not (lexicon.keys >= rows * targets).any():
-            return lexicon
+            if not is_model_folder(of := paths[0].parent / "model"):
+                return lexicon
+            ways = [f"{a.source_language} to {a.target_language}" for a in (loaded.information, read_config(of)[1])]
+            if ways[0] == ways[1] and tokenizer_files(of).read() == loaded.tokenizer_files.read():
+                return lexicon
+            problem = f"is of {of}, which has another tokenizer or direction ({ways[1]}; expected {ways[0]})"
     raise UserError(
-        f"--shortlist {' '.join(map(str, paths))}: not there, or no lexicon of a tokenizer with {targets} target tokens. "
+        f"--shortlist {' '.join(map(str, paths))}: {problem}. "
         "Expected lexicon.npz of a run of this model with training.guided_alignment; or give it twice: a source and a target text"
     )
 

@@ -1,5 +1,7 @@
 """Shortlists: which target tokens are in the vocabulary map, and what CTranslate2 makes of it."""
 
+import shutil
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from dist_transformer.data.token_aligner import Lexicon
 from dist_transformer.data.tokenizer.tokenizer import UNKNOWN_ID, Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.errors import DataError, UserError
+from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 from dist_transformer.interop.model_folder import LoadedModel
 from dist_transformer.interop.shortlist import BEST, FREQUENT, read_lexicon, vocabulary_map
@@ -114,13 +117,14 @@ def test_a_map_that_leaves_nothing_out_changes_nothing(tmp_path: Path):
     assert [best.score for best in found] == pytest.approx([best.score for best in expected], rel=1e-4)
 
 
-def test_two_texts_give_the_lexicon_of_their_tokens(tmp_path: Path):
+def test_two_texts_give_the_lexicon_of_their_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     loaded = make_model_folder(tmp_path / "ours", is_shared=False, tied_output=False)
     source, target = demo_sentences(400)
     paths = [tmp_path / "text.en", tmp_path / "text.de"]
     for path, lines in zip(paths, (source, target), strict=True):
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     lexicon = read_lexicon(paths, loaded)
+    assert capsys.readouterr().err == f"source text: {paths[0]}, target text: {paths[1]}\n"
     lexicon.save(tmp_path / "lexicon.npz")
     again = read_lexicon([tmp_path / "lexicon.npz"], loaded)
     assert np.array_equal(lexicon.keys, again.keys)
@@ -147,3 +151,27 @@ def test_what_is_no_lexicon_of_this_model_is_refused_and_nothing_is_written(tmp_
             export_ctranslate2(loaded, tmp_path / "out", shortlist=paths)
     assert read_lexicon([tmp_path / "right.npz"], loaded).shares.sum() > 0
     assert not (tmp_path / "out").exists()
+
+
+def test_the_lexicon_of_a_run_with_another_tokenizer_or_direction_is_refused(tmp_path: Path):
+    loaded, run = make_model_folder(tmp_path / "ours"), tmp_path / "run"
+    path = run / "lexicon.npz"
+    shutil.copytree(tmp_path / "ours", run / "model")
+    lexicon_of({3: [4]}, loaded.information.target_vocabulary, [4]).save(path)
+    assert read_lexicon([path], loaded).shares.sum() > 0
+    config = read_json(run / "model" / "config.json")
+    about = loaded.information
+    here, back = (f"{a} to {b}" for a, b in permutations((about.source_language, about.target_language)))
+
+    def assert_refused(way: str) -> None:
+        said = rf"--shortlist {path}: is of {run}/model, which has another tokenizer or direction \({way}; expected {here}\)\. E"
+        with pytest.raises(UserError, match=said):
+            read_lexicon([path], loaded)
+
+    turned = {"source_language": about.target_language, "target_language": about.source_language}
+    write_json(run / "model" / "config.json", {**config, **turned})
+    assert_refused(back)
+    write_json(run / "model" / "config.json", config)
+    model = run / "model" / "source.model"
+    model.write_bytes(model.read_bytes().replace(b"\x0a", b"\x0b", 1))
+    assert_refused(here)
