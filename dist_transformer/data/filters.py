@@ -25,7 +25,7 @@ from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
 from dist_transformer.errors import DataError
 from dist_transformer.files import patiently, replacing
-from dist_transformer.plugins import KeepPair, Plugin, call, find
+from dist_transformer.plugins import KeepPair, Plugin, call, error_of, find
 
 _OF_SENTENCES = (
     "bad_encoding empty markup identical too_long letters digits punctuation repeated numbers language lingua"
@@ -160,7 +160,10 @@ class Cleaner:
                 broken["plugin"] = ~np.logical_or.reduce([*broken.values(), np.zeros(len(bare), np.bool_)])
                 pairs = [*compress(zip(bare, text.target, strict=True), broken["plugin"])]
                 plugin, keep = _plugin(self.settings.plugin)
-                broken["plugin"][broken["plugin"]] = call(plugin, lambda: [not keep(*pair) for pair in pairs])
+                kept = call(plugin, lambda: [keep(*pair) for pair in pairs])
+                if bad := [each for each in zip(kept, pairs, strict=True) if not isinstance(each[0], int | np.bool_)]:
+                    raise error_of(plugin, TypeError("returned {!r} for {}, expected True or False".format(*bad[0])))
+                broken["plugin"][broken["plugin"]] = np.logical_not(kept)
             for rule, rows in (repeated or {}).items():
                 broken[rule] = np.isin(text.positions + batch.first_row, rows)
             text = text.without({rule: broken[rule] for rule in RULES if rule in broken})
@@ -256,11 +259,8 @@ def _without_tags(text: str, form: re.Pattern[str], lone: set[str]) -> str:
 
 def _numbers(text: str, least: int, form: re.Pattern[str]) -> set[str]:
     """Returns the numbers of a sentence with so many digits, without separators and leading zeros, in ASCII digits."""
-    found = (
-        "".join(str(unicodedata.decimal(each)) for each in number if each.isdecimal()).lstrip("0")
-        for number in form.findall(text)
-    )
-    return {number for number in found if len(number) >= least}
+    found = ("".join(str(unicodedata.decimal(c)) for c in number if c.isdecimal()) for number in form.findall(text))
+    return {number for digits in found if len(number := digits.lstrip("0")) >= least}
 
 
 @cache

@@ -1,5 +1,6 @@
 """Each rule of data.filters.rules drops what it names and leaves what only looks like it."""
 
+import re
 from itertools import islice
 
 import numpy as np
@@ -13,7 +14,7 @@ from dist_transformer.data.languages import detector
 from dist_transformer.data.sentences import Sentences
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.sources.demo_corpus import demo_pairs
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, UserError
 
 EN = "The children are playing in the garden behind the house."
 DE = "Die Kinder spielen im Garten hinter dem Haus."
@@ -24,6 +25,19 @@ def cleaned(pairs, rules, prefix="", **settings) -> KeptText:
     config = FilterConfig(rules={"held_out": False, **rules}, **settings)
     batch = RawBatch(0, [f"{prefix}{source}" for source, _ in pairs], [target for _, target in pairs], prefix=prefix)
     return Cleaner(config, ("en", "de")).clean(batch)
+
+
+@pytest.mark.parametrize("kept", ["True", "1", "__import__('numpy').True_"])
+def test_a_plug_in_says_true_or_false_and_nothing_else(kept, tmp_path):
+    file = tmp_path / "rule.py"
+    file.write_text(f"def keep(source, target):\n    return {kept} if source == 'a' else not {kept}\n")
+    assert cleaned([("a", "b"), ("c", "d")], {}, plugin=f"{file}:keep").source == ["a"]
+    for number, wrong in enumerate(("'no'", "None", "0.3", "[]")):
+        file = tmp_path / f"wrong_{number}.py"
+        file.write_text(f"def keep(source, target):\n    return True if source == 'a' else {wrong}\n")
+        said = f"keep of {file}: TypeError: returned {wrong} for ('c', 'd'), expected True or False; mend the plug-in"
+        with pytest.raises(UserError, match=re.escape(said)):
+            cleaned([("a", "b"), ("c", "d")], {}, plugin=f"{file}:keep")
 
 
 def is_dropped(rule, source, target, value=True) -> bool:
