@@ -107,8 +107,7 @@ def init_command(
     if questions.chosen:
         print(f"not asked, chosen: {', '.join(questions.chosen)}")
     print(f"{out}: written, with the reason of each setting. Next:\n  dist-transformer train {shown}")
-    print(f"  dist-transformer submit {shown}\n" if has_slurm else "", end="")
-    print(f"  dist-transformer translate runs/{name} < FILE")
+    print(f"  dist-transformer submit {shown}\n" * has_slurm + f"  dist-transformer translate runs/{name} < FILE")
 
 
 class _Questions:
@@ -166,12 +165,14 @@ def _surveyed(corpus: CorpusConfig, data: DataConfig) -> "Survey":
 
 def _ask_held_out(questions: _Questions, given: int | None, found: "Survey") -> int:
     most = len(found.sample) // 4
+    if most < 1:
+        raise UserError(f"{len(found.sample)} different pairs of text: expected 4 at least, or --validation and --test")
     proposed = min(MOST_HELD_OUT, most, max(1, found.pairs // HELD_OUT_PART))
     each: int = questions.ask("pairs held out for validation, and as many for the test", given, proposed)
     if not 1 <= each <= most:
         raise UserError(
             f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs with text on both sides "
-            f"that were looked at, got {each}; give more text (of 4 different pairs at least), or --validation and --test"
+            f"that were looked at, got {each}; give more text, or --validation and --test"
         )
     return each
 

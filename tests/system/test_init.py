@@ -189,11 +189,15 @@ def test_full_width_punctuation_of_a_chinese_target_is_kept(command: Command) ->
         (("train.en", "train.de", "--target-language", "../x"), "expected two codes"),
         (("train.en", "train.de", "--name", "a/b"), "run.name: 'a/b': expected letters"),
         (("train.en", "train.de", "--held-out", "500"), "expected 1 to 150"),
-        (("one.en", "one.de", "-y"), "give more text (of 4 different pairs at least), or --validation and --test"),
+        (
+            ("one.en", "one.de", "-y"),
+            "1 different pairs of text: expected 4 at least, or --validation and --test\n",
+        ),
+        (("one.en", "one.de", "--held-out", "1"), "1 different pairs of text: expected 4 at least"),
         (("train.en", "train.de", "--cluster", "nowhere"), "no profile 'nowhere'"),
         (("small.yaml",), "small.yaml: cannot tell the format"),
         (("t.csv",), 'e.g. columns: ["english, plain", "german"], for `init` --columns \'english, plain\' german.\n'),
-        (("blank.en", "train.de"), "the 0 different pairs with text on both sides"),
+        (("blank.en", "train.de"), "0 different pairs of text: expected 4 at least"),
         (("train.en", "train.de", "--test", "valid.en", "none.de"), "none.de: no such file.\n"),
         (
             ("train.en", "train.de", "--test", "train.en", "train.de"),
