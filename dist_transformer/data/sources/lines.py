@@ -46,7 +46,7 @@ def read_complete_lines(file: str) -> Iterator[bytes]:
     advice = "Check the network" if is_address(file) else "Copy or download it again"
     with stream, named_errors(file, f"cannot be read to its end. {advice}"):
         if not suffix and stream.peek().startswith(PACKED_STARTS):
-            raise DataError(f"{file}: is compressed, but not named {', '.join(COMPRESSIONS)}. Unpack it, or rename it.")
+            raise DataError(f"{file}: compressed, but not named {', '.join(COMPRESSIONS)}, which are read. Unpack it.")
         for number, line in enumerate(stream):
             yield line if number else line.removeprefix(BYTE_ORDER_MARK)
 

@@ -265,5 +265,5 @@ def _training_error(message: str, kind: str, size: int) -> DataError:
             f"the training corpus need. Set a larger vocabulary_size or a tokenizer.character_coverage from 0.98 on."
         )
     if "sentences_.empty()" in message:
-        message = "all its sentences are longer than data.filters.max_tokens allows. Cut them, or raise it."
+        message = "all its sentences are empty, or longer than data.filters.max_tokens allows. Look at the text."
     return DataError(f"sentencepiece cannot train a {kind} model of {size} pieces on the training corpus: {message}")

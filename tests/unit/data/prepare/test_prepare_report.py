@@ -65,7 +65,12 @@ def test_long_lines_of_another_script_are_learned(tmp_path: Path):
 
 def test_lines_that_are_all_too_long_are_said_to_be(tmp_path: Path):
     write_text(tmp_path, [("a " * 20_000, "b " * 20_000)] * 3)
-    with pytest.raises(DataError, match=r"all its sentences are longer than data\.filters\.max_tokens allows"):
+    with pytest.raises(
+        DataError, match=r"all its sentences are empty, or longer than data\.filters\.max_tokens allows"
+    ):
+        report_of(tmp_path)
+    write_text(tmp_path, [("", "")] * 3)
+    with pytest.raises(DataError, match=r"all its sentences are empty, or longer"):
         report_of(tmp_path)
 
 

@@ -165,7 +165,9 @@ def test_compressed_text_under_another_name_is_told(
     (tmp_path / name).write_bytes(packed(b"en\tde\n" * 99))
     corpus = ALIGNED if name in ("a.en", "a.de") else CorpusConfig(path=name)
     for look in (lambda: scan_corpus(corpus, data_in(tmp_path, corpus, bad_encoding)), lambda: read(tmp_path, corpus)):
-        with pytest.raises(DataError, match=rf"{name}: is compressed, but not named \.gz, "):
+        with pytest.raises(
+            DataError, match=rf"{name}: compressed, but not named \.gz, \.zst, \.xz, which are read\. Unpack it\."
+        ):
             look()
 
 
