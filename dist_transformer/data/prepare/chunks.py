@@ -209,7 +209,7 @@ class Units:
         chunks = tuple(CHUNK.validate_python(result["counts"]) for result in results)
         total = Chunk.together(chunks)
         if total.rows == 0:
-            raise scan.all_dropped_error(corpus_name(self._corpora[name], self._config.data), total)
+            raise scan.all_dropped_error(f"{name}: {corpus_name(self._corpora[name], self._config.data)}", total)
         return MadeChunks(chunks, total, self._shards(result["shard"] for result in results))
 
     def _range_units(self, name: str, total: Chunk) -> list[str]:

@@ -241,6 +241,7 @@ def all_dropped_error(name: str, chunk: Chunk) -> DataError:
     counts = ", ".join(f"{rule} {count}" for rule, count in chunk.dropped.items())
     advice = "; is it data.validation or test? Then data.filters.rules.held_out: false"
     same = advice if "held_out" in chunk.dropped else ""
+    same += ", and whether another corpus has the same text" if "duplicates" in chunk.dropped else ""
     return DataError(
         f"{name}: all of its {chunk.read_rows} pairs were dropped ({counts}). "
         f"Look at the text, the order of its columns and data.filters{same}."

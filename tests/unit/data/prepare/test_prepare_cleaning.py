@@ -47,6 +47,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(clean, name, rows)
 
 
+def test_a_corpus_that_repeats_another_one_is_named(tmp_path: Path):
+    config = config_in(tmp_path, PAIRS[:40], {"duplicates": True}, **mixture_of(news=TEXT, again=TEXT))
+    said = r"^again: .*train\.de: all of its 40 pairs were dropped \(duplicates 40\)\. .* another corpus has the same text\.$"
+    with pytest.raises(DataError, match=said):
+        prepare(config)
+
+
 def test_the_first_of_equal_pairs_stays_in_the_order_of_the_corpora(tmp_path: Path):
     again = [(source.upper(), f"{target} !") for source, target in PAIRS[:40]]
     write_tsv(
