@@ -161,9 +161,9 @@ class Cleaner:
                 pairs = [*compress(zip(bare, text.target, strict=True), broken["plugin"])]
                 plugin, keep = _plugin(self.settings.plugin)
                 kept = call(plugin, lambda: [keep(*pair) for pair in pairs])
-                if bad := [each for each in zip(kept, pairs, strict=True) if not isinstance(each[0], int | np.bool_)]:
+                if bad := [each for each in zip(kept, pairs, strict=True) if isinstance(each[0], str | float)]:
                     raise error_of(plugin, TypeError("returned {!r} for {}, expected True or False".format(*bad[0])))
-                broken["plugin"][broken["plugin"]] = np.logical_not(kept)
+                broken["plugin"][broken["plugin"]] = call(plugin, lambda: [not each for each in kept])
             for rule, rows in (repeated or {}).items():
                 broken[rule] = np.isin(text.positions + batch.first_row, rows)
             text = text.without({rule: broken[rule] for rule in RULES if rule in broken})

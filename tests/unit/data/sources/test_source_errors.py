@@ -294,7 +294,7 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path):
     for side in ("en", "de"):
         (tmp_path / os.fsdecode(b"caf\xe9-1." + side.encode())).write_text("text\n")
     corpus = CorpusConfig(source="*.en", target="*.de")
-    with pytest.raises(DataError, match=r"caf\\udce9-1\.en': expected a name in UTF-8, .* rename it\."):
+    with pytest.raises(DataError, match=r"caf\\udce9-1\.en': expected a name in UTF-8, .* rename it, or set LC_ALL"):
         corpus_fingerprint(corpus, data_in(tmp_path, corpus))
 
 
