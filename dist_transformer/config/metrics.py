@@ -64,6 +64,11 @@ def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
     return found | {key: settings[section].get(name) for key, (section, name) in keys.items()}
 
 
+def signature_of(values: Mapping[str, Any], metric: str) -> str:
+    """Returns the signature of the metric among the values of a validation, without a program's version; "" if unknown."""
+    return str(values.get(f"{metric}_signature")).rpartition("|version:")[0]
+
+
 def is_lower_better(metric: str) -> bool:
     """True if lower values of the metric are better. Raises KeyError if its measure is none of MEASURES."""
     return MEASURES[corpus_and_measure(metric)[1]].is_lower_better

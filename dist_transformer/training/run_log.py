@@ -83,7 +83,7 @@ class RunLog:
             if (found := goodput_of(self._run_dir, time.time(), self._counted)) is not None:
                 self.metrics.append("goodput", step, found.shares())
 
-    def validated_later(self, step: int, measures: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+    def validated_later(self, step: int, measures: Mapping[str, float | str], settings: Mapping[str, Any]) -> None:
         """Adds measures, with this start's settings, to the checkpoint of `step`, which an earlier start wrote without."""
         path = self._run_dir.checkpoints / checkpoints.folder_name(step)
         with _warned_of_disk(path):
@@ -112,7 +112,7 @@ class RunLog:
         if self.tracker is None:
             return
         with _warned_of_disk(path):
-            measures, _ = validation_of(path)
+            measures = {name: value for name, value in validation_of(path)[0].items() if not isinstance(value, str)}
             state = {**read_json(path / STATE), "validation": measures}
             names = [one.name for one in kept or checkpoints.saved(self._run_dir)]
             self.tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, self._metric), names)

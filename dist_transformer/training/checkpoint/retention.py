@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.metrics import is_lower_better, measured_with
+from dist_transformer.config.metrics import is_lower_better, measured_with, signature_of
 from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.files import patiently, read_json_patiently
 from dist_transformer.run.folder import RunDir
@@ -29,7 +29,7 @@ def regular(paths: Sequence[Path], every_steps: int) -> list[Path]:
 def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
     """Returns the `count` checkpoints that are best by a metric of their validation, by step; of equal ones the first.
 
-    Fewer if fewer have the metric. Only those that measured it with the settings of the newest one are compared.
+    Fewer if fewer have the metric. Only those that measured it as the newest one, with its settings and signature, are compared.
     """
     return sorted(_measured_as_the_newest(paths, metric)[:count], key=step_of)
 
@@ -76,26 +76,30 @@ def _settings(path: Path) -> Any:
 
 
 def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
-    """Returns those whose metric was measured with the settings of the newest one that has it, the best first."""
+    """Returns those whose metric was measured as that of the newest one that has it, the best first; what is not known of
+    one counts as the same."""
     known = {}
     for path in paths:
         with suppress(FileNotFoundError):  # it is gone; one whose disk does not answer may be the best: that is raised
             if found := _validated(path, metric, patiently(path, path.stat).st_mtime_ns):
                 known[path] = found
-    kinds = [kind for _, kind in known.values() if kind is not None]
+    newest = next((kind for _, kind in reversed(known.values()) if kind), {})
     sign = 1 if is_lower_better(metric) else -1
-    same = [path for path, (_, kind) in known.items() if kind is None or kind == kinds[-1]]
+    same = [
+        path for path, (_, kind) in known.items() if all(newest.get(k, value) == value for k, value in kind.items())
+    ]
     return sorted(same, key=lambda path: (sign * known[path][0], step_of(path)))
 
 
 @cache  # of 3,000 they take a second; the time of the folder is another if measures were added, or its step saved again
-def _validated(path: Path, metric: str, _written_ns: int) -> tuple[float, dict[str, Any] | None] | None:
-    """Returns the value, and the settings that it was measured with; settings are None if an older version wrote it. An
-    OSError is raised, as what is returned is kept."""
+def _validated(path: Path, metric: str, _written_ns: int) -> tuple[float, dict[str, Any]] | None:
+    """Returns the value, and the settings and the signature that it was measured with, as far as the version that wrote it
+    knew them. An OSError is raised, as what is returned is kept."""
     try:
         measures, settings = validation_of(path)
         value = float(measures[metric])
-        kind = measured_with(settings, metric) if settings else None
+        kind = measured_with(settings, metric) if settings else {}
     except (ValueError, LookupError, TypeError, AttributeError):  # it was not validated, or is damaged
         return None
-    return (value, kind) if math.isfinite(value) else None
+    signature = signature_of(measures, metric)
+    return (value, kind | ({"signature": signature} if signature else {})) if math.isfinite(value) else None

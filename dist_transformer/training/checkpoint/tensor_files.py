@@ -126,11 +126,11 @@ class _Piece:
         return found
 
 
-def validation_of(path: Path) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """Returns the measures of the checkpoint's step, {} if it was not validated, and the settings of the start that measured,
-    None if an older version did. Errors of a damaged one are raised."""
+def validation_of(path: Path) -> tuple[dict[str, float | str], dict[str, Any] | None]:
+    """Returns the measures of the checkpoint's step, with signatures unless an older version wrote them, {} if it was not
+    validated; and the settings of the start that measured, None if such a version did. Errors of a damaged one are raised."""
 
-    def read() -> tuple[dict[str, float], dict[str, Any] | None]:
+    def read() -> tuple[dict[str, float | str], dict[str, Any] | None]:
         state = read_json(path / STATE)
         if not (path / LATER).exists():
             return state["validation"] or {}, state.get("settings")
@@ -140,7 +140,7 @@ def validation_of(path: Path) -> tuple[dict[str, float], dict[str, Any] | None]:
     return patiently(path, read)
 
 
-def add_validation(path: Path, measures: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+def add_validation(path: Path, measures: Mapping[str, float | str], settings: Mapping[str, Any]) -> None:
     """Adds what `validation_of` returns to a checkpoint that was committed without it (rank 0)."""
     if not (path / LATER).exists():  # else an earlier start did, perhaps with other settings
         write_json(path / LATER, {"measures": measures, "settings": settings})

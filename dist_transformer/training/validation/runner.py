@@ -73,11 +73,6 @@ class Validated:
     values: dict[str, float | str]
     samples: list[dict[str, Any]]
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Measures without signatures, as a checkpoint keeps them."""
-        return {name: value for name, value in self.values.items() if not isinstance(value, str)}
-
 
 class Validator:
     """Measures the validation corpora of a run.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dist_transformer.config.metrics import is_better
+from dist_transformer.config.metrics import is_better, signature_of
 from dist_transformer.config.schema import ValidationConfig
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.run.metrics_log import FIELDS
@@ -42,7 +42,7 @@ class ValidationSchedule:
         self._settings, self._ranks, self._validator = run.config.validation, run.ranks, validator
         self.early_stopping, self._run_log, self._bar, self._validated = early_stopping, run_log, bar, validated
         self._newest, self._recorded_step = newest, int(newest["step"])
-        self._found: tuple[int, dict[str, float]] | None = None
+        self._found: tuple[int, dict[str, float | str]] | None = None
         self._resumed: tuple[int, Mapping[str, Any]] = (-1, {})
         self.is_due = False
         """True if the last computed step is to be validated, and has not been yet."""
@@ -92,26 +92,26 @@ class ValidationSchedule:
     def _record(self, step: int, found: Validated) -> None:
         self._recorded_step = step
         self._found_now(step, found)
-        if (value := found.numbers.get(metric := self._settings.metric)) is not None:
-            self._bar.show_score(step, metric, value)
+        if (value := found.values.get(metric := self._settings.metric)) is not None:
+            self._bar.show_score(step, metric, float(value))
         if self._run_log:
             self._run_log.metrics.append("validation", step, found.values)
             self._run_log.samples_written(step, found.samples)
 
     def _found_now(self, step: int, found: Validated) -> None:
-        self._found = (step, found.numbers)
-        signature = f"{self._settings.metric}_signature"
-        then, now = (str(each.get(signature)).rpartition("|version:")[0] for each in (self._newest, found.values))
+        self._found, metric = (step, found.values), self._settings.metric
+        then, now = (signature_of(each, metric) for each in (self._newest, found.values))
         self._newest = {**found.values, "step": step}
         if then and now and then != now:
             self.early_stopping = EarlyStopping(self._settings, None)
-            log.info("step %7d  %s is %s, not %s: best and patience begin anew", step, signature, now, then)
+            words = "step %7d  %s_signature is %s, not %s: best and patience begin anew"
+            log.info(words, step, metric, now, then)
         if step % self._settings.every_steps == 0:  # the last validation of a run may be at any step
-            self.early_stopping.add(step, found.numbers)
+            self.early_stopping.add(step, found.values)
             log.info("step %7d  %s", step, self.early_stopping.standing())
         resumed_step, settings = self._resumed
         if self._run_log and step == resumed_step:  # its checkpoint is that of an earlier start
-            self._run_log.validated_later(step, found.numbers, settings)
+            self._run_log.validated_later(step, found.values, settings)
 
     def _failed(self, step: int, reason: str) -> None:
         self._recorded_step = step  # it would fail again

@@ -232,6 +232,15 @@ def test_a_save_looks_at_each_checkpoint_once_and_tells_of_those_that_stay(tmp_p
     assert tracker.told[1:] == [(60, False, [*expected, "step_00000060"])]
 
 
+def test_a_tracker_is_told_the_measures_of_a_checkpoint_without_their_signatures(run_dir: RunDir) -> None:
+    measures = {"bleu": 20.0, "bleu_signature": "tok:13a|version:2.6.0"}
+    save(run_dir, 10, early_stopping=None, validation=measures)
+    tracker = Mock()
+    records = RunLog(Config(data={"train": {"demo": "train"}}), run_dir, tracker, None)
+    list(records.checkpoint_saved(10, run_dir.checkpoints / "step_00000010", 1.0))
+    assert tracker.checkpoint_saved.call_args.args[2] == {"bleu": 20.0}
+
+
 def test_each_deletion_of_an_old_checkpoint_is_progress_of_every_rank_however_slow_its_disk(run_dir, monkeypatch):
     for step in (10, 20, 30, 40):
         save(run_dir, step, early_stopping=None)

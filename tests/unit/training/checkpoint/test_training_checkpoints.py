@@ -338,6 +338,16 @@ def test_the_best_of_another_measurement_stay_until_there_are_as_many_of_the_new
     assert names(retention.best(checkpoints.saved(run_dir), 2, "bleu")) == [8, 10]
 
 
+def test_the_best_of_another_signature_are_compared_as_measured_otherwise_and_those_without_one_as_the_newest(run_dir):
+    for step, value, words in ((2, 90.0, "char"), (4, 80.0, "char"), (6, 70.0, None), (8, 2.0, "ja-mecab-0.996")):
+        signature = {} if words is None else {"bleu_signature": f"nrefs:1|tok:{words}|version:2.{step}.0"}
+        save(run_dir, step, 1, validation={"bleu": value, **signature}, settings=with_settings(0.1))
+    saved = checkpoints.saved(run_dir)
+    assert names(retention.best(saved, 9, "bleu")) == [6, 8]
+    assert names(retention.best(saved[:3], 9, "bleu")) == [2, 4, 6]
+    assert kept(run_dir, metric="bleu", keep_best=2) == [6, 8]
+
+
 def test_what_was_set_aside_counts_for_nothing_and_stays(run_dir):
     a_run(run_dir, dict.fromkeys((2, 4, 6, 8)))
     checkpoints.set_aside(run_dir.checkpoints / "step_00000004", "damaged")

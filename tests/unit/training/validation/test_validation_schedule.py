@@ -48,6 +48,7 @@ def test_the_best_begins_anew_where_a_start_cuts_words_otherwise_than_the_one_be
         schedule.validate(step, lambda: None)
     state = schedule.state(40)["early_stopping"]
     assert (state["best_step"], state["num_since"]) == ((30, 1) if begins_anew else (10, 2))
+    assert schedule.state(40)["validation"] == {"bleu": 20.0, "bleu_signature": now}  # retention compares by it
 
 
 @pytest.mark.parametrize(
