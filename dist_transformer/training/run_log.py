@@ -76,7 +76,7 @@ class RunLog:
         add_to_history(self._run_dir, "saved", step, {"write_seconds": round(write_seconds, 3)})
         kept: list[Path] = []
         with _warned_of_disk(path):
-            kept = yield from retention.retain(self._run_dir, self._checkpoints, self._metric)
+            kept = yield from retention.retain(self._run_dir, self._checkpoints, self._metric, path)
         self._report(path, kept)
         with _warned_of_disk(path):
             write_json(self._run_dir.state, {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)})

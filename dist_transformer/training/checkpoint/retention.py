@@ -12,7 +12,7 @@ from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.files import patiently, read_json_patiently
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import delete, saved, step_of
-from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
+from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, validation_of
 from dist_transformer.training.divergence import PATIENCE_STEPS
 
 JUDGED_LATE_STEPS = 3
@@ -34,15 +34,16 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
     return sorted(_measured_as_the_newest(paths, metric)[:count], key=step_of)
 
 
-def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> Generator[Path, None, list[Path]]:
+def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str, new: Path) -> Generator[Path, None, list[Path]]:
     """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit), yielding each; returns those kept, by step.
 
     Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
     PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of the regular ones the `keep_best` that are best
     by `metric`, and while fewer were measured as the newest one the best that were measured otherwise; those of every
-    `keep_every_steps` steps.
+    `keep_every_steps` steps. Those of another run than the committed `new` one are left alone.
     """
-    if not (paths := saved(run_dir)):
+    run_id = read_json_patiently(new / MANIFEST)["run_id"]
+    if not (paths := [p for p in saved(run_dir) if _run_of(p, patiently(p, p.stat).st_mtime_ns) == run_id]):
         return []
     of_regular_steps = regular(paths, settings.every_steps)
     kept = {paths[-1], *of_regular_steps[-settings.keep_last :]}
@@ -62,6 +63,14 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> Generato
     return sorted(kept, key=step_of)
 
 
+@cache  # the time of the folder is another if a save has taken its place
+def _run_of(path: Path, _written_ns: int) -> Any:
+    """Returns the id of the run that saved a checkpoint; None if its manifest is damaged."""
+    with suppress(ValueError, LookupError, TypeError):
+        return read_json_patiently(path / MANIFEST)["run_id"]
+    return None
+
+
 def _is_due(path: Path, key: str, otherwise: int) -> bool:
     """True if the step is a multiple of a setting of the start that saved it, or `otherwise` (0: none) if that had none."""
     with suppress(OSError, ValueError, LookupError, TypeError):
@@ -76,8 +85,7 @@ def _settings(path: Path) -> Any:
 
 
 def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
-    """Returns those whose metric was measured as that of the newest one that has it, the best first; what is not known of
-    one counts as the same."""
+    """Returns those whose metric was measured as that of the newest one, as far as both are known to be, the best first."""
     known = {}
     for path in paths:
         with suppress(FileNotFoundError):  # it is gone; one whose disk does not answer may be the best: that is raised
@@ -85,9 +93,7 @@ def _measured_as_the_newest(paths: Sequence[Path], metric: str) -> list[Path]:
                 known[path] = found
     newest = next((kind for _, kind in reversed(known.values()) if kind), {})
     sign = 1 if is_lower_better(metric) else -1
-    same = [
-        path for path, (_, kind) in known.items() if all(newest.get(k, value) == value for k, value in kind.items())
-    ]
+    same = [path for path, (_, kind) in known.items() if kind | newest == newest | kind]  # in the keys of both
     return sorted(same, key=lambda path: (sign * known[path][0], step_of(path)))
 
 

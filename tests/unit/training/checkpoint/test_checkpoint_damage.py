@@ -325,7 +325,7 @@ def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, times,
     settings = CheckpointConfig(every_steps=1, keep_last=2, keep_best=2)
     with stuttering(errno.EHOSTDOWN, {"state.json"}, times):
         try:
-            list(retention.retain(run_dir, settings, "loss"))
+            list(retention.retain(run_dir, settings, "loss", run_dir.checkpoints / "step_00000008"))
         except MachineError:
             assert (times, folders(run_dir)) == (10**6, before)
     assert {"step_00000004", "step_00000005"} <= {*folders(run_dir)}

@@ -75,7 +75,8 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_whole_checkpoints(run_dir, tm
         save(run_dir, step, num_ranks=1)
     with monkeypatch.context() as patch:
         moments = Snapshots(run_dir, tmp_path / "moments", patch)
-        list(retention.retain(run_dir, CheckpointConfig(every_steps=1, keep_last=1), "loss"))
+        settings, newest = CheckpointConfig(every_steps=1, keep_last=1), run_dir.checkpoints / "step_00000003"
+        list(retention.retain(run_dir, settings, "loss", newest))
         assert checkpoints.set_aside_from(run_dir, 3)
     moments.taken.pop()  # here nothing is left but what diverged
     assert set(moments.found()) == {3}

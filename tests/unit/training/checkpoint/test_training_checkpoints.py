@@ -196,10 +196,11 @@ def a_run(run_dir, losses):
         save(run_dir, step, num_ranks=1, validation=None if loss is None else {"loss": loss})
 
 
-def kept(run_dir, patience_steps=1000, metric="loss", **values):
-    settings = CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values})
+def kept(run_dir, patience_steps=1000, metric="loss", new=None, **values):
+    settings, newest = CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values}), checkpoints.saved(run_dir)[-1]
     with patch.object(retention, "PATIENCE_STEPS", patience_steps):
-        list(retention.retain(run_dir, settings, metric))
+        path = run_dir.checkpoints / folder_name(new) if new else newest
+        list(retention.retain(run_dir, settings, metric, path))
     return names(checkpoints.saved(run_dir))
 
 
@@ -346,6 +347,17 @@ def test_the_best_of_another_signature_are_compared_as_measured_otherwise_and_th
     assert names(retention.best(saved, 9, "bleu")) == [6, 8]
     assert names(retention.best(saved[:3], 9, "bleu")) == [2, 4, 6]
     assert kept(run_dir, metric="bleu", keep_best=2) == [6, 8]
+
+
+def test_checkpoints_of_another_run_are_neither_counted_nor_deleted_until_a_save_takes_their_place(run_dir):
+    """As a person copies them there; the next start sets them aside."""
+    for step in (2, 3, 10, 12):
+        save(run_dir, step, 1, validation={"loss": 0.5}, run_id="another")
+    for step, expected in ((4, [2, 3, 4, 10, 12]), (6, [2, 3, 4, 6, 10, 12]), (8, [2, 3, 4, 6, 8, 10, 12])):
+        a_run(run_dir, {step: step / 10})
+        assert kept(run_dir, new=step, keep_last=2, keep_best=1) == expected
+    a_run(run_dir, {10: 1.0, 12: 2.0})  # those of the other run are set aside
+    assert kept(run_dir, new=12, keep_last=1, keep_best=1) == [2, 3, 4, 12]
 
 
 def test_what_was_set_aside_counts_for_nothing_and_stays(run_dir):
