@@ -76,7 +76,7 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     the newest complete one is of another version of the format.
     """
     refresh(run_dir.checkpoints)  # another machine may have saved since this one looked last
-    for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
+    for left_over in _with_suffix(run_dir, r"(tmp|((damaged|diverged)\.)?trash)"):
         shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
     candidates = _named(run_dir)
     damaged: list[Path] = []
@@ -230,7 +230,7 @@ def _named(run_dir: RunDir) -> list[Path]:
 
 
 def _with_suffix(run_dir: RunDir, suffix: str) -> list[Path]:
-    return sorted(_entries(run_dir, rf"step_.*\.{suffix}"))
+    return sorted(_entries(run_dir, rf"step_\d{{8,}}\.{suffix}"))  # names of our own: others are a person's
 
 
 def _entries(run_dir: RunDir, pattern: str) -> list[Path]:

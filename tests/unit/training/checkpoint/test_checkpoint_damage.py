@@ -171,10 +171,18 @@ def test_a_whole_checkpoint_of_another_format_is_refused_and_left_where_it_is(ru
 
 
 def test_a_torn_save_and_a_torn_deletion_are_cleared_away(run_dir):
-    for suffix in ("tmp", "trash"):
+    for suffix in ("tmp", "trash", "damaged.trash", "diverged.trash"):
         shutil.copytree(run_dir.checkpoints / NEWEST, run_dir.checkpoints / f"step_00000009.{suffix}")
     assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
     assert sorted(path.name for path in run_dir.checkpoints.glob("step_*")) == ["step_00000002", NEWEST]
+
+
+def test_folders_that_a_person_named_alike_stay_and_decide_nothing(run_dir):
+    names = ["step_mine.tmp", "step_00000080.keep.trash", "step_00000080.damaged.tmp", "step_zz.diverged"]
+    for name in (*names, "step_00000009.diverged"):
+        shutil.copytree(run_dir.checkpoints / NEWEST, run_dir.checkpoints / name)
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
+    assert {*names, "step_00000009.diverged"} <= {*folders(run_dir)}
 
 
 def test_a_deletion_that_leaves_files_as_those_of_another_user_is_told(run_dir, monkeypatch, caplog):
