@@ -120,8 +120,9 @@ class LaneLoader:
             self._restart(batch)
 
     def must_repartition(self, batch: int) -> bool:
-        """True if other weights hold from global batch `batch` on: every rank calls `repartition` before its next step."""
-        return self._planner.stage_at(batch, self.partition.streams).shares != self.partition.shares
+        """True if other weights hold from `batch` on, or before the partition ends: every rank then calls `repartition`."""
+        shares, (corpus, missing) = self._planner.stage_at(batch, self.partition.streams)
+        return shares != self.partition.shares or 0 < missing < self.partition.quotas[corpus]
 
     def repartition(self, lanes: LanePositions, batch: int) -> None:
         """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""

@@ -76,6 +76,24 @@ def test_stopped_anywhere_and_resumed_on_other_ranks_the_batches_go_on_the_same(
     assert found == alone
 
 
+@pytest.mark.parametrize(("passes", "used", "number"), [(1, {3, 4}, 1), (5, {5}, 1), (20, {20}, 0)])
+def test_a_stage_of_passes_that_a_resume_adds_begins_where_they_are_used_up_and_not_with_the_next_epoch(
+    passes, used, number
+):
+    """The epoch was cut by a schedule without it, and goes nine times through the second corpus. One pass is used up when
+    the stage is added: the windows that were begun are finished. The twentieth is not in this epoch, which stays as it is."""
+    before = Planner(((7, 12, 3, 20, 9) * 3, (5, 4)), 2, 11, 5, (Stage(0, (1, 1)),))
+    after = replace(before, stages=(*before.stages, Stage(0, (1, 0), (1, passes * 9))))
+    ranks, uses = ranks_of(1, start(before), 0, planner=before), Counter()
+    for batch in range(80):
+        if batch in (10, 14):
+            ranks = ranks_of(2, ranks.position, ranks.batch, planner=after)
+        uses.update(row for rows in ranks.step().values() for row in rows if row >> CORPUS_SHIFT)
+        if batch == 10:
+            assert (ranks.position.partition.epoch, ranks.position.partition.number) == (0, number)
+    assert {*uses.values()} == used
+
+
 def test_loader_processes_change_nothing(alone):
     ranks = ranks_of(1, start(), 0, LoaderSettings(BOS_ID, 2, 60))
     assert [ranks.step() for _ in range(60)] == alone
