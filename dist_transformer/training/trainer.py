@@ -259,7 +259,7 @@ def _loop(
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
     with bar.progress, sampler, _ending_save(run, saver, state), profile:
         is_finished = loop.run()
-    early_stop = stopping.reason() or "" if is_finished else ""
+    early_stop = validation.early_stopping.reason() or "" if is_finished else ""
     if early_stop:
         log.info("early stop %s", early_stop)
     return is_finished, early_stop

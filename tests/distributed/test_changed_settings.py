@@ -1,6 +1,7 @@
 """A run that goes on with other settings says which, keeps the former, and compares no two kinds of one measure."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -148,3 +149,20 @@ def test_losses_of_another_label_smoothing_are_not_compared_with_those_before(tr
     assert read_json(run / "run.json")["state"] == "finished"
     kept = sorted(path.name for path in (run / "checkpoints").glob("step_????????"))
     assert kept[0] > "step_00000003"
+
+
+def test_a_run_that_ends_early_after_scores_have_another_signature_says_why(train_small):
+    settings = (
+        *("validation={every_steps: 1, translate: true, metric: chrf, patience: 2}", "checkpoints.every_steps=1"),
+        *("optimizer.learning_rate=1.0e-20", "schedule.warmup_steps=1"),  # so that no score is better
+    )
+    run = train_small("signed", "training.max_steps=1", *settings)
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    assert '"chrf_signature": "nrefs:1|' in text
+    text = text.replace('"chrf_signature": "nrefs:1|', '"chrf_signature": "nrefs:2|')
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    train_small("signed", "training.max_steps=6", *settings)
+    said = (run / "train.log").read_text(encoding="utf-8")
+    assert "best and patience begin anew" in said
+    assert re.search(r"early stop no better chrf than \S+ of step 2 in 2 validations", said)
+    assert records(run)[-1]["step"] == 4
