@@ -29,6 +29,7 @@ from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
+from dist_transformer.training.checkpoint.tensor_files import validation_of
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
@@ -210,8 +211,7 @@ def _loop(
     reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     path, doing = run.run_dir.metrics, run.doing("reading the earlier records")
-    events = ("train", "validation")
-    log_line, validation_line = run_on_rank_zero(ranks, lambda: [newest_record(path, each) for each in events], doing)
+    log_line, validation_line = run_on_rank_zero(ranks, lambda: _newest_records(run, checkpoint, changes), doing)
     every = (changes.former or changes.settings)["training"]["log_every_steps"]
     if run_log and log_line["step"] < state.step - every:
         log.warning("records    %s: those after step %d are lost: a power loss?", path, log_line["step"])
@@ -263,6 +263,15 @@ def _loop(
     if early_stop:
         log.info("early stop %s", early_stop)
     return is_finished, early_stop
+
+
+def _newest_records(run: Run, checkpoint: Checkpoint | None, changes: Changes) -> list[dict[str, Any]]:
+    """Returns the newest records of training and of validation; of one that was measured otherwise, its step alone."""
+    train, validation = (newest_record(run.run_dir.metrics, event) for event in ("train", "validation"))
+    if checkpoint is not None and changes.is_other_metric:
+        settings = validation_of(checkpoint.path)[1] or changes.former  # of a later start, if one made up for it
+        changes = replace(changes, former=settings)
+    return [train, {"step": validation["step"]} if changes.is_other_metric else validation]
 
 
 def _record(run: Run, run_log: RunLog | None, *saved: Any) -> None:

@@ -92,6 +92,26 @@ def test_a_kill_after_the_validation_was_made_up_for_does_not_make_it_twice(dist
     assert newest(run)["early_stopping"] == newest(undisturbed_in(1))["early_stopping"]
 
 
+@pytest.mark.parametrize("made_up_by", ["former", "present"])
+def test_a_validation_that_was_made_up_for_counts_only_where_it_was_measured_as_now(disturbed, train_small, made_up_by):
+    """The next checkpoint is not there yet, and this one says still that its step is to be validated."""
+    name, loss = f"made-up-{made_up_by}", ("validation.metric=loss", "training.label_smoothing=0.6")
+    code, said, run = disturbed(name, "validation 2 search stop", 1, *loss[:1], "training.label_smoothing=0.0")
+    assert code == EXIT_REQUEUE, said
+    if made_up_by == "former":
+        train_small(name, *SETTINGS, loss[0], "training.label_smoothing=0.0", "training.max_steps=4", ranks=2)
+    else:
+        code, said, run = disturbed(name, "validation 1 step kill", 1, *loss)
+        assert code == EXIT_FAILED, said
+    assert newest(run)["validation_due"]
+    assert records(run, "validation")[-1]["step"] == 4
+    before = (run / "train.log").read_text(encoding="utf-8")
+    train_small(name, *SETTINGS, *loss, ranks=2)
+    said = (run / "train.log").read_text(encoding="utf-8").removeprefix(before)
+    assert ("step       4  best loss" in said) is (made_up_by == "present")
+    assert [record["step"] for record in records(run, "validation")] == [2, 4, 6, 8, 10]
+
+
 @pytest.mark.parametrize("is_in_validation", [True, False])
 def test_the_last_validation_counts_for_a_checkpoint_that_an_earlier_start_wrote(
     disturbed, train_small, is_in_validation

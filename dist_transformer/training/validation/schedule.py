@@ -25,7 +25,7 @@ class ValidationSchedule:
     Args:
         early_stopping: receives the measures of every regular validation.
         run_log: None on all ranks but rank 0.
-        newest: newest "validation" record in metrics.jsonl, the same on every rank.
+        newest: newest "validation" record in metrics.jsonl, the same on every rank; its step alone if it counts no more.
         validated: called with the seconds that a validation took.
     """
 
@@ -81,7 +81,7 @@ class ValidationSchedule:
 
     def make_up(self, step: int, progress: Callable[[], None]) -> None:
         """Validates the step that an earlier start saved but did not validate (collective)."""
-        if self._newest["step"] == step:  # the start did validate it, but the checkpoint lacks the result
+        if self._newest["step"] == step and len(self._newest) > 1:  # the start did, but the checkpoint lacks the result
             self._found_now(step, Validated({n: v for n, v in self._newest.items() if n not in FIELDS}, []))
         self.validate(step, progress)
 
@@ -104,8 +104,7 @@ class ValidationSchedule:
         self._newest = {**found.values, "step": step}
         if then and now and then != now:
             self.early_stopping = EarlyStopping(self._settings, None)
-            words = "step %7d  %s_signature is %s, not %s: best and patience begin anew"
-            log.info(words, step, metric, now, then)
+            log.info("step %7d  %s_signature is %s, not %s: best and patience begin anew", step, metric, now, then)
         if step % self._settings.every_steps == 0:  # the last validation of a run may be at any step
             self.early_stopping.add(step, found.values)
             log.info("step %7d  %s", step, self.early_stopping.standing())

@@ -26,6 +26,19 @@ def test_a_checkpoint_says_that_its_step_is_to_be_validated_also_if_it_is_the_la
     assert schedule.state(step)["validation_due"] == is_due
 
 
+def test_a_validation_of_which_only_the_step_is_known_is_made_and_counted_no_second_time() -> None:
+    """Its measures are of a former kind."""
+    settings = ValidationConfig(every_steps=10)
+    run: Any = SimpleNamespace(config=SimpleNamespace(validation=settings), ranks=None)
+    validator: Any = SimpleNamespace(sets=["validation"], validate=Mock())
+    schedule = ValidationSchedule(run, validator, EarlyStopping(settings, None), Mock(), {"step": 30}, Any, Any)
+    schedule.restore({"step": 30, "validation_due": True}, {})
+    schedule.make_up(30, Mock())
+    assert schedule.state(30)["early_stopping"] == EarlyStopping(settings, None).state()
+    assert not schedule.is_due
+    assert not validator.validate.called
+
+
 @pytest.mark.parametrize(
     ("then", "now", "begins_anew"),
     [
