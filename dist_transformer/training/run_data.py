@@ -10,7 +10,7 @@ from typing import Any
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.loader.loader import STALL_SHARE, LaneLoader, MicroBatch, micro_batches
-from dist_transformer.data.loader.mixture import stages
+from dist_transformer.data.loader.mixture import refuse_undrawn, stages
 from dist_transformer.data.loader.partition import Planner
 from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.loader.rows import RowReader
@@ -106,13 +106,16 @@ class RunData:
 
     def position_of(self, checkpoint: Checkpoint) -> Position:
         """Returns the position from which `checkpoint` resumes, cut into other lanes if data.reslice_from allows that.
-        Raises CheckpointError: another version wrote it, or values that decide the order of the data have changed."""
+        Raises CheckpointError: another version wrote it, or the order of the data has changed; DataError: a stage has no pair."""
         position = position_from_json(checkpoint.state["position"], str(checkpoint.path / STATE))
         lanes_before = len(position.lanes)
         allowed = {"data.lanes"} if lanes_before == self.config.data.reslice_from else set()
         _refuse_changes(checkpoint, self._recipe_beside(checkpoint), allowed)
         self._refuse_other_libraries(checkpoint)
         self._refuse_other_shares(checkpoint, position)
+        schedule = flatten(self.config.model_dump(mode="json")).get("data.mixture.schedule")
+        if flatten(checkpoint.state).get("settings.data.mixture.schedule", schedule) != schedule:
+            refuse_undrawn(self.config.data.mixture, self.planner)  # a run that has such a stage already goes on
         if lanes_before == self.config.data.lanes:
             return position
         partition = self.planner_of(lanes_before).repartition(

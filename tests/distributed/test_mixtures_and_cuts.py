@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ import yaml
 from running import Command, records
 
 from dist_transformer.config.loading import load_config
+from dist_transformer.config.schema import Config
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
-from dist_transformer.errors import CheckpointError
+from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint, newest_complete
 from dist_transformer.training.run_data import RunData, open_run_data
@@ -145,8 +147,25 @@ def test_weights_of_steps_that_are_trained_may_not_be_changed_but_later_ones_may
     said = command("train", run, "data.mixture.weights={big: 1, small: 1}", "--ranks", 2, code=2)
     assert said.count("0.75 : 0.25 then, 0.5 : 0.5 now") == 1  # by both ranks, and said once
     assert "data.mixture.schedule from step 4 on" in said
+    undrawn = "data.mixture.schedule=[{from_step: 4, weights: {big: 1, small: 1.0e-9}}]"
+    said = command("train", run, undrawn, "training.max_steps=9", "--ranks", 2, code=2)
+    assert said.count("data.mixture.schedule.0.weights: no pair of small would ever be drawn") == 1
     command("train", run, "data.mixture.schedule=[{from_step: 4, weights: {big: 0, small: 1}}]", "training.max_steps=9")
     assert records(run)[-1]["pairs/big"] == 0
+
+
+def test_a_stage_that_draws_nothing_of_a_corpus_is_refused_where_it_is_new_and_a_run_that_has_it_resumes(mixed):
+    """As a run of an earlier version may have, which was given it at a resume."""
+    data, checkpoint = data_and_checkpoint(mixed)
+    settings = data.config.model_dump(mode="json")
+    settings["data"]["mixture"]["schedule"] += [{"from_step": 99, "weights": {"big": 1, "small": 1e-9}}]
+    data = replace(data, config=Config.model_validate(settings))
+    with pytest.raises(DataError, match=r"data\.mixture\.schedule\.1\.weights: no pair of small would ever be drawn"):
+        data.position_of(checkpoint)
+    checkpoint.state["settings"] = data.config.model_dump(mode="json")
+    expected = data.position_of(checkpoint)
+    del checkpoint.state["settings"]
+    assert data.position_of(checkpoint) == expected
 
 
 def test_sampling_and_modifiers_give_other_pieces_than_none_and_a_resume_refuses_others(sampled, command):
