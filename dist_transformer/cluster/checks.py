@@ -290,11 +290,15 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
             yield f"slurm.sbatch.{name}: --{taken} is set by submit; {use}"
         elif taken != name:
             yield f"slurm.sbatch.{name}: is short for --{taken}; write slurm.sbatch.{taken}"
+    of_job = {"nodes": slurm.nodes, "ntasks-per-node": slurm.ranks_per_node, "cpus-per-task": slurm.cpus_per_rank}
+    of_job["ntasks"] = slurm.nodes * slurm.ranks_per_node
     for name, value in slurm.srun.items():
         if name in _SRUN_KEYS and getattr(slurm, _SRUN_KEYS[name]):
             yield f"slurm.srun.{name}: slurm.{_SRUN_KEYS[name]} is given too; keep one of them"
-        if name in _INSTEAD and not re.match(r"job-name|export \W*ALL|.* (None|False|\(\))$", f"{name} {value}"):
-            yield f"slurm.srun.{name}: is set by the batch script; use {_INSTEAD[name]}"
+        if value not in (None, False, ()) and str(value) != str(of_job.get(name, value)):
+            yield f"slurm.srun.{name}: expected {of_job[name]}, as the job has, got {value}; use {_INSTEAD[name]}"
+        if name == "export" and value and not re.search(r"\bALL\b", str(value), re.IGNORECASE):
+            yield f"slurm.srun.export: expected ALL among {value}, as ranks need the variables of the job"
     for nodes in listed(slurm.sbatch.get("exclude") or ()):
         if not _NODES.fullmatch(str(nodes)):
             yield f"slurm.sbatch.exclude: {nodes!r}: expected nodes as Slurm names them: n7, or several as in 'n[1-3,7]'"

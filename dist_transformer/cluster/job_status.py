@@ -22,7 +22,7 @@ from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_U
 from dist_transformer.run.attempts import attempts, may_be_hidden
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
-from dist_transformer.run.metrics_log import newest_record
+from dist_transformer.run.metrics_log import finite, newest_record
 from dist_transformer.run.records import read_record, records_of
 from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
 from dist_transformer.run.tail import last_lines
@@ -50,14 +50,14 @@ def report(target: RunRef) -> Document:
     end = {} if is_unbegun else view.last_end
     exit_text = exit_code_in_words(end["exit_code"]) if isinstance(end.get("exit_code"), int) else None
     try:
-        goodput = goodput_of(target.run_dir, now)
+        goodput, validation = goodput_of(target.run_dir, now), newest_record(target.run_dir.metrics, "validation")
     except OSError as error:
-        goodput, said = None, [*said, f"{target.run_dir.path}: its goodput cannot be read now ({error})"]
-    validation = newest_record(target.run_dir.metrics, "validation")
+        goodput, validation = None, {"step": 0}
+        said = [*said, f"{target.run_dir.path}: its goodput cannot be read now ({error})"]
     failures = (r for r in records_of(last_lines(target.run_dir.history)) if r.get("state") == "failed")
     return {
         **_of_run(view, now),
-        "validation": validation if validation["step"] else None,
+        "validation": finite(validation) if validation["step"] else None,
         "checkpoint": view.checkpoint,
         "checkpoint_time": view.checkpoint_time,
         "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,

@@ -1,6 +1,7 @@
 """Rules by which pairs are dropped or repaired. A pair is counted once, by the first rule that it breaks, as RULES says."""
 
 import html
+import logging
 import re
 import unicodedata
 from collections import Counter
@@ -25,7 +26,9 @@ from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
 from dist_transformer.errors import DataError
 from dist_transformer.files import patiently, replacing
-from dist_transformer.plugins import KeepPair, Plugin, call, error_of, find
+from dist_transformer.plugins import KeepPair, Plugin, call, find
+
+log = logging.getLogger(__name__)
 
 _OF_SENTENCES = (
     "bad_encoding empty markup identical too_long letters digits punctuation repeated numbers language lingua"
@@ -161,8 +164,8 @@ class Cleaner:
                 pairs = [*compress(zip(bare, text.target, strict=True), broken["plugin"])]
                 plugin, keep = _plugin(self.settings.plugin)
                 kept = call(plugin, lambda: [keep(*pair) for pair in pairs])
-                if bad := [each for each in zip(kept, pairs, strict=True) if isinstance(each[0], str | float)]:
-                    raise error_of(plugin, TypeError("returned {!r} for {}, expected True or False".format(*bad[0])))
+                if any(isinstance(each, str | float) for each in kept):  # a run that has begun so must stay as it is
+                    _warn_of_values(plugin)
                 broken["plugin"][broken["plugin"]] = call(plugin, lambda: [not each for each in kept])
             for rule, rows in (repeated or {}).items():
                 broken[rule] = np.isin(text.positions + batch.first_row, rows)
@@ -267,6 +270,12 @@ def _numbers(text: str, least: int, form: re.Pattern[str]) -> set[str]:
 def _plugin(given: str) -> tuple[Plugin, KeepPair]:
     plugin = find("data.filters.plugin", given)
     return plugin, plugin.load()
+
+
+@cache
+def _warn_of_values(plugin: Plugin) -> None:
+    told = "filters    %s of %s returns text or scores, which count as true unless they are empty or 0: expected True or False"
+    log.warning(told, plugin.name, plugin.file)
 
 
 def filter_lengths(source_tokens: ArrayLike, target_tokens: ArrayLike, settings: FilterConfig) -> dict[str, Mask]:

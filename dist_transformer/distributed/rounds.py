@@ -18,6 +18,8 @@ from dist_transformer.errors import MachineError, UserError
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+MOST_TOLD = 3
+"""Messages of ranks that are said together."""
 WantsStop = Callable[[], bool]
 """Returns True if this rank was asked to stop; the others may not have been."""
 
@@ -63,7 +65,7 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
     if any(is_stopped for is_stopped, _ in answers):
         raise Stopped
     if problems := [failure for _, failure in answers if failure is not None]:
-        raise WorkFailed("; ".join(problems[:3])).agreed()
+        raise WorkFailed("; ".join(problems[:MOST_TOLD])).agreed()
 
 
 def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -76,7 +78,9 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
         refusal = error
     said = ranks.all_gather_object(refusal and (str(refusal), isinstance(refusal, MachineError)))
     if texts := dict(each for each in said if each is not None):
-        raise (MachineError if all(texts.values()) else UserError)("\n".join(texts)).agreed() from refusal
+        more = [f"and {len(texts) - MOST_TOLD} other refusals"] if len(texts) > MOST_TOLD else []
+        told = "\n".join([*texts][:MOST_TOLD] + more)
+        raise (MachineError if all(texts.values()) else UserError)(told).agreed() from refusal
     return result
 
 

@@ -47,9 +47,9 @@ class TokenizerFiles:
     source: Path
     target: Path | None = None
 
-    def read(self) -> tuple[bytes, bytes | None]:
-        """Returns the contents, which are equal where the tokens are."""
-        return self.source.read_bytes(), None if self.target is None else self.target.read_bytes()
+    def read(self) -> tuple[bytes, bytes]:
+        """Returns the contents of both sides, which are equal where the tokens are."""
+        return self.source.read_bytes(), (self.target or self.source).read_bytes()
 
 
 @dataclass(frozen=True)

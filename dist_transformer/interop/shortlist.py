@@ -39,10 +39,11 @@ def read_lexicon(paths: Sequence[Path], loaded: LoadedModel) -> Lexicon:
         if len(paths) == 1 and len(lexicon.shares) == targets and not (lexicon.keys >= rows * targets).any():
             if not is_model_folder(of := paths[0].parent / "model"):
                 return lexicon
-            ways = [f"{a.source_language} to {a.target_language}" for a in (loaded.information, read_config(of)[1])]
-            if ways[0] == ways[1] and tokenizer_files(of).read() == loaded.tokenizer_files.read():
+            here, there = ((a.source_language, a.target_language) for a in (loaded.information, read_config(of)[1]))
+            is_reverse = here == there[::-1] != there
+            if not is_reverse and tokenizer_files(of).read() == loaded.tokenizer_files.read():
                 return lexicon
-            problem = f"is of {of}, which has another tokenizer or direction ({ways[1]}; expected {ways[0]})"
+            problem = f"is of {of}, which has {'the other direction' if is_reverse else 'another tokenizer'}"
     raise UserError(
         f"--shortlist {' '.join(map(str, paths))}: {problem}. "
         "Expected lexicon.npz of a run of this model with training.guided_alignment; or give it twice: a source and a target text"

@@ -81,7 +81,10 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 def readers_of(pipeline: Pipeline, states: dict[str, State]) -> list[str]:
     """Names of nodes that read one which begins anew, whether this file has them, or had them, or another one of this root."""
     anew = {name for name, state in states.items() if state.restarts}
-    records = {path.parent.name: read_record_patiently(path) for path in pipeline.root.glob(f"*/{RECORD}")}
+    folders = [
+        path.parent for path in pipeline.root.glob(f"*/{RECORD}") if "." not in path.parent.name
+    ]  # .1: set aside
+    records = {folder.name: read_record_patiently(folder / RECORD) for folder in folders}
     return [name for name, record in records.items() if anew & {*record.get("made_of", {}).get("nodes", ())}]
 
 

@@ -165,8 +165,13 @@ def _remove_torn_line(path: Path) -> None:
 
 def _encode(record: Mapping[str, Any]) -> str:
     """Returns one record as one line; bytes of a path that are not UTF-8 become `?`."""
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
+
+
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record with text in place of numbers that JSON does not have: nan, inf."""
     odd = {key: str(value) for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({**record, **odd}, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
+    return {**record, **odd}
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:

@@ -290,7 +290,7 @@ def translated_errors() -> Iterator[None]:
         is_deleted = "'active' state" in str(error)  # opened again, the run is restored
         kind = outbox.ServerTrouble if is_deleted else KINDS_OF_ERRORS.get(error.error_code, outbox.ServerTrouble)
         raise kind(explanation(str(error))) from None
-    except (OSError, ImportError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
+    except (OSError, ModuleNotFoundError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.
         status = getattr(getattr(error, "response", None), "status_code", None)
         kind = outbox.ServerRefused if status in REFUSING_STATUSES else outbox.ServerTrouble

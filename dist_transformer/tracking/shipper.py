@@ -20,7 +20,7 @@ from dist_transformer.config.credentials import without_credentials, without_sec
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records, read_records_from
 from dist_transformer.tracking import outbox
-from dist_transformer.tracking.messages import OVERRIDDEN, REPLACED, goes_by, points_of, send_event
+from dist_transformer.tracking.messages import OVERRIDDEN, REPLACED, STATUSES, goes_by, points_of, send_event
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun
@@ -136,7 +136,8 @@ class Shipper:
     def _is_replaced(self, event: dict[str, Any], channel: str, end: int) -> bool:
         """True if a later event that waits says all of this one: a status, or a file that is sent as it is by then."""
         if channel == "status":
-            return any(read_records_from(self._run_dir.tracking_events, end, ("start", "status")))
+            later = read_records_from(self._run_dir.tracking_events, end, ("start", "status"))
+            return any(each.get("status", "RUNNING") in STATUSES for each, _ in later)
         return event["event"] in REPLACED and any(self._later(event, end))
 
     def _later(self, event: dict[str, Any], end: int) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,7 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str, new: Path) 
     `keep_every_steps` steps. Those of another run than the committed `new` one are left alone.
     """
     run_id = read_json_patiently(new / MANIFEST)["run_id"]
-    if not (paths := [p for p in saved(run_dir) if _run_of(p, patiently(p, p.stat).st_mtime_ns) == run_id]):
+    if not (paths := [p for p in saved(run_dir) if _run_of(p, patiently(p, p.stat).st_mtime_ns) in (run_id, None)]):
         return []
     of_regular_steps = regular(paths, settings.every_steps)
     kept = {paths[-1], *of_regular_steps[-settings.keep_last :]}

@@ -1,8 +1,10 @@
 """The document of `status --json`: what Slurm says and what the run says, brought together."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_slurm import FakeSlurm, answer, job_line
@@ -57,10 +59,22 @@ def test_the_newest_scores_are_those_of_the_last_validation(slurm: FakeSlurm, ru
     slurm.answers("squeue", job_line("5", "RUNNING"))
     assert of(run_dir)["validation"] is None
     scores = [{"event": "validation", "step": step, "loss": 3.0 - step / 100, "bleu": 20.0} for step in (10, 20)]
+    scores[-1]["perplexity"] = "inf"
     add_lines(run_dir.metrics, *scores, trained(30, NOW - 5))
     found = of(run_dir)
     assert found["validation"] == scores[-1]
-    assert ("validation", "loss 2.8000, BLEU 20.00 at step 20") in list(_progress_rows(found, NOW))
+    json.dumps(found, allow_nan=False)
+    assert ("validation", "loss 2.8000, perplexity -, BLEU 20.00 at step 20") in list(_progress_rows(found, NOW))
+
+
+def test_records_that_cannot_be_read_now_hide_nothing_else(
+    slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    monkeypatch.setattr(module, "newest_record", Mock(side_effect=OSError(116, "Stale file handle")))
+    found = of(run_dir)
+    assert (found["validation"], found["goodput"], found["job"]["state"]) == (None, None, "RUNNING")
+    assert any("Stale file handle" in said for said in found["warnings"])
 
 
 def test_speed_and_time_to_the_end_come_from_the_records_of_this_start(slurm: FakeSlurm, run_dir: RunDir) -> None:

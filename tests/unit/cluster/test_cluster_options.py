@@ -55,29 +55,31 @@ def test_an_option_that_submit_sets_is_refused_with_what_says_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "instead"),
+    ("name", "value", "message"),
     [
-        ("nodes", "2", "slurm.nodes"),
-        ("ntasks", "2", "slurm.nodes and slurm.ranks_per_node"),
-        ("cpus-per-task", "4", "slurm.cpus_per_rank"),
-        ("time", "1:00", "slurm.time_limit"),
-        ("export", "NONE", "slurm.environment"),
+        ("nodes", "2", "expected 1, as the job has, got 2; use slurm.nodes"),
+        ("ntasks", "4", "expected 2, as the job has, got 4; use slurm.nodes and slurm.ranks_per_node"),
+        ("cpus-per-task", "4", "expected 1, as the job has, got 4; use slurm.cpus_per_rank"),
+        ("export", "NONE", "expected ALL among NONE, as ranks need the variables of the job"),
+        ("export", "ALL_PROXY=x", "expected ALL among ALL_PROXY=x, as ranks need the variables of the job"),
     ],
 )
 def test_an_option_of_srun_that_would_contradict_the_job_is_refused(
-    run_dir: RunDir, name: str, value: str, instead: str
+    run_dir: RunDir, name: str, value: object, message: str
 ) -> None:
     """srun would refuse it after each wait in the queue, or hide the job's variables from the ranks."""
-    assert _problems(run_dir, srun={name: value}) == [f"slurm.srun.{name}: is set by the batch script; use {instead}"]
+    job = {"nodes": 1, "ranks_per_node": 2, "cpus_per_rank": 1}
+    assert _problems(run_dir, srun={name: value}, **job) == [f"slurm.srun.{name}: {message}"]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("export", "ALL"), ("export", "ALL,UCX_TLS=rc"), ("export", ["ALL", "UCX_TLS=rc"]), ("job-name", "ranks"), ("mpi", "pmix"),
-     ("gres", "gpu:8"), ("time", None), ("nodes", False), ("ntasks", [])],
+     ("gres", "gpu:8"), ("time", "1:00"),
+     ("nodes", False), ("ntasks", []), ("cpus-per-task", "3"), ("ntasks", "2"), ("export", "X=1,all")],
 )  # fmt: skip
 def test_an_option_of_srun_that_fits_the_job_is_taken(run_dir: RunDir, name: str, value: object) -> None:
-    assert _problems(run_dir, srun={name: value}) == []
+    assert _problems(run_dir, srun={name: value}, nodes=1, ranks_per_node=2, cpus_per_rank=3) == []
 
 
 @pytest.mark.parametrize("name", ["wait", "quiet", "test-only", "test"])

@@ -94,3 +94,5 @@ def test_a_refusal_of_one_rank_is_raised_by_all_and_each_message_is_said_once():
     assert answers(ConfigError(["a"]), ConfigError(["a"])) == [(str(ConfigError(["a"])), True, False)] * 2
     assert answers(MachineError("disk"), MachineError("net")) == [("disk\nnet", True, True)] * 2
     assert answers(MachineError("disk"), UserError("lanes")) == [("disk\nlanes", True, False)] * 2
+    told = answers(*(UserError(f"of rank {rank}") for rank in range(5)))[0]
+    assert told == ("of rank 0\nof rank 1\nof rank 2\nand 2 other refusals", True, False)

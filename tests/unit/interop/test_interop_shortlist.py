@@ -1,7 +1,6 @@
 """Shortlists: which target tokens are in the vocabulary map, and what CTranslate2 makes of it."""
 
 import shutil
-from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -161,17 +160,16 @@ def test_the_lexicon_of_a_run_with_another_tokenizer_or_direction_is_refused(tmp
     assert read_lexicon([path], loaded).shares.sum() > 0
     config = read_json(run / "model" / "config.json")
     about = loaded.information
-    here, back = (f"{a} to {b}" for a, b in permutations((about.source_language, about.target_language)))
 
-    def assert_refused(way: str) -> None:
-        said = rf"--shortlist {path}: is of {run}/model, which has another tokenizer or direction \({way}; expected {here}\)\. E"
+    def assert_refused(problem: str) -> None:
+        said = rf"--shortlist {path}: is of {run}/model, which has {problem}\. E"
         with pytest.raises(UserError, match=said):
             read_lexicon([path], loaded)
 
     turned = {"source_language": about.target_language, "target_language": about.source_language}
     write_json(run / "model" / "config.json", {**config, **turned})
-    assert_refused(back)
+    assert_refused("the other direction")
     write_json(run / "model" / "config.json", config)
     model = run / "model" / "source.model"
     model.write_bytes(model.read_bytes().replace(b"\x0a", b"\x0b", 1))
-    assert_refused(here)
+    assert_refused("another tokenizer")
