@@ -107,7 +107,8 @@ def init_command(
     if questions.chosen:
         print(f"not asked, chosen: {', '.join(questions.chosen)}")
     print(f"{out}: written, with the reason of each setting. Next:\n  dist-transformer train {shown}")
-    print(f"  dist-transformer submit {shown}\n" * has_slurm + f"  dist-transformer translate runs/{name} < FILE")
+    print(f"  dist-transformer submit {shown}\n" if has_slurm else "", end="")
+    print(f"  dist-transformer translate runs/{name} < FILE")
 
 
 class _Questions:

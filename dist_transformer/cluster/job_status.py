@@ -53,7 +53,7 @@ def report(target: RunRef) -> Document:
         goodput, validation = goodput_of(target.run_dir, now), newest_record(target.run_dir.metrics, "validation")
     except OSError as error:
         goodput, validation = None, {"step": 0}
-        said = [*said, f"{target.run_dir.path}: its goodput cannot be read now ({error})"]
+        said = [*said, f"{target.run_dir.path}: its records cannot be read now ({error})"]
     failures = (r for r in records_of(last_lines(target.run_dir.history)) if r.get("state") == "failed")
     return {
         **_of_run(view, now),

@@ -60,13 +60,14 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 
     Returns the states after it. Raises UserError, and renames nothing, if a folder is not a node's, or a process works in it.
     """
-    for name in [name for name, state in states.items() if state.record and is_complete(pipeline, name)]:
-        complete(pipeline, name)
+    for name, state in states.items():
+        if state.record and is_complete(pipeline, name):
+            complete(pipeline, name)
     folders = [at for name, state in states.items() if state.restarts and (at := pipeline.folder(name)).exists()]
     for folder in folders:
         if not holds_only(folder, [RunDir(folder).lock]):  # else it was killed before its record was there
             check_output(folder, "a node of a pipeline", lambda at: "key" in read_record_patiently(at / RECORD))
-    for folder in [*folders, *map(pipeline.folder, readers_of(pipeline, states))]:
+    for folder in dict.fromkeys([*folders, *map(pipeline.folder, readers_of(pipeline, states))]):
         with while_nobody_trains(RunDir(folder)) as is_free:
             if not is_free:
                 why = "must begin anew" if folder in folders else "reads what must begin anew"
@@ -81,11 +82,10 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> dict[str, State]:
 def readers_of(pipeline: Pipeline, states: dict[str, State]) -> list[str]:
     """Names of nodes that read one which begins anew, whether this file has them, or had them, or another one of this root."""
     anew = {name for name, state in states.items() if state.restarts}
-    folders = [
-        path.parent for path in pipeline.root.glob(f"*/{RECORD}") if "." not in path.parent.name
-    ]  # .1: set aside
-    records = {folder.name: read_record_patiently(folder / RECORD) for folder in folders}
-    return [name for name, record in records.items() if anew & {*record.get("made_of", {}).get("nodes", ())}]
+    records = {path.parent.name: path for path in pipeline.root.glob(f"*/{RECORD}") if "." not in path.parent.name}
+    # Those with a dot are set aside.
+    made_of = {name: read_record_patiently(path).get("made_of", {}) for name, path in records.items()}
+    return [name for name, of in made_of.items() if anew & {*of.get("nodes", ())}]
 
 
 def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", "submitted"] = "begun") -> None:
@@ -139,7 +139,8 @@ def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
 
 def words_of(pipeline: Pipeline, name: str) -> list[str]:
     """The arguments of `dist-transformer` that run a node."""
-    (kind, values, _), folder = pipeline.nodes[name], pipeline.folder(name)
+    node, folder = pipeline.nodes[name], pipeline.folder(name)
+    kind, values = node.kind, node.values
     if kind in CONFIGURED:
         share = "ranks" if kind == "train" else "processes"
         return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]

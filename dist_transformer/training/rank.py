@@ -48,12 +48,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     """Trains as the rank that the environment names; alone without RANK. Returns the exit code. Raises UserError: on
     every rank; the process must then leave without touching its group."""
     _allow_open_files()
-    try:
-        config, precision = resolve_precision(config, has_gpus())
-    except UserError as error:  # of this node: its first rank says it for the others
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            error.agreed()
-        raise
+    config, precision = resolve_precision(config, has_gpus())  # refused by this rank alone, if its GPU alone is lost
     folder, manifest = prepare_for_training(config, stop)
     ranks = group.join(config.training.hang_seconds)
     torch.set_num_threads(_default_threads(ranks))

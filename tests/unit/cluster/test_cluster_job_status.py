@@ -409,7 +409,7 @@ def test_a_history_that_cannot_be_read_costs_the_goodput_alone(run_dir: RunDir) 
     document = report(RunRef(run_dir, None))
     assert document["goodput"] is None
     assert document["step"] == look_at(run_dir).step > 0
-    told = f"{run_dir.path}: its goodput cannot be read now ([Errno 5] Input/output error"
+    told = f"{run_dir.path}: its records cannot be read now ([Errno 5] Input/output error"
     assert [text for text in document["warnings"] if text.startswith(told)]
 
 
